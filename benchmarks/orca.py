@@ -6,8 +6,10 @@ Two constants are fitted on the six published times of one model (101B); everyth
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +39,8 @@ OBJECTIVE = 0.19  # seconds a token at which 175B is compared in section 6.2; ha
 QUICK = 0.1
 OUR_ROWS, OUR_TOKENS, OUR_BLOCK = 96, 384, 16
 _ORCA_BLOCK = 8  # slots in a block where Orca has single ones: 1% more is reserved, and the simulation twice as fast
-_HALVINGS = 3  # of the step between two rates, where an objective lies between them
+_CLOSE = 1.07  # ratio of two rates between which throughput is interpolated
+_MOST = 6  # traces served to come that close to an objective
 _LONGEST = PROMPT.high + OUTPUT.high
 
 # What serves a trace.
@@ -111,14 +114,20 @@ def trace(rate: float, *, requests: int, seed: int) -> Sequence[Arrival]:
 
     Traces of one seed at two rates differ in the scale of time alone.
     """
+    return [each._replace(time=each.time / rate) for each in _trace(requests, seed)]
+
+
+@functools.cache
+def _trace(requests: int, seed: int) -> Sequence[Arrival]:
+    """The trace at a request a second."""
     workload = traffic.uniform(requests=requests, prompt=PROMPT, output=OUTPUT, vocab_size=1, seed=seed)
-    return virtual_clock.arrivals(traffic.poisson(workload, rate=rate, seed=seed))
+    return virtual_clock.arrivals(traffic.poisson(workload, rate=1.0, seed=seed))[:]
 
 
 def fastertransformer_of(setup: Setup, fit: Fit, max_batch: int) -> Serve:
     """FasterTransformer with batches of at most `max_batch` in one micro-batch."""
-    roofline = setup.roofline(fit)
-    return lambda coming: fastertransformer.run(coming, roofline, max_batch=max_batch)
+    seconds = fastertransformer.BatchSeconds(setup.roofline(fit))
+    return lambda coming: fastertransformer.run(coming, seconds, max_batch=max_batch)
 
 
 def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
@@ -178,47 +187,114 @@ class Point(NamedTuple):
     Attributes:
       throughput: requests a second, from the first arrival to the last token.
       latency: median of the seconds from arrival to the last token, divided by the tokens generated.
+      requests: of the trace.
     """
 
     rate: float
     throughput: float
     latency: float
+    requests: int
+
+
+class Survey(NamedTuple):
+    """Where a curve begins: at this rate, and at ratios of `step`, with traces of so many seconds."""
+
+    start: float
+    step: float
+    seconds: float
 
 
 def point(serve: Serve, rate: float, *, requests: int, seed: int) -> Point:
     """Serves one trace."""
     outcomes = serve(trace(rate, requests=requests, seed=seed))
     seconds = max(each.token_times[-1] for each in outcomes) - outcomes[0].arrival
-    return Point(rate, len(outcomes) / seconds, float(np.median([each.normalised for each in outcomes])))
+    latency = float(np.median([each.normalised for each in outcomes]))
+    return Point(rate, len(outcomes) / seconds, latency, requests)
 
 
-def curve(serve: Serve, start: float, objectives: Sequence[float], *, requests: int, seed: int) -> list[Point]:
-    """Points at rising rates from `start`, denser where the latency crosses an objective.
+def curves(
+    serve: Serve, survey: Survey, objectives: Sequence[float], *, requests: int, seeds: int
+) -> list[list[Point]]:
+    """A curve for each seed: the points of a survey, and of whole traces on both sides of each objective.
 
-    Rates rise until the latency is twice the largest objective or the throughput no longer follows.
+    Of a survey with shorter traces, the first seed's serves all, and the others have whole traces alone.
     """
-    points = [point(serve, start, requests=requests, seed=seed)]
-    while points[-1].latency < 2 * max(objectives) and points[-1].throughput > 0.7 * points[-1].rate:
-        points.append(point(serve, 1.3 * points[-1].rate, requests=requests, seed=seed))
-    for objective in objectives:
-        for _ in range(_HALVINGS):
-            within = [each for each in points if each.latency <= objective]
-            beyond = [each for each in points if each.latency > objective]
-            if within and beyond:
-                rate = (within[-1].rate * beyond[0].rate) ** 0.5
-                points.append(point(serve, rate, requests=requests, seed=seed))
-                points.sort()
+    found: list[list[Point]] = []
+    for seed in range(seeds):
+        is_first = not found or survey.seconds == math.inf
+        guide = _survey(serve, survey, 2 * max(objectives), requests, seed) if is_first else found[0]
+        points = guide.copy() if is_first else []
+        for objective in objectives:
+            points += _around(guide, objective, requests, partial(point, serve, requests=requests, seed=seed))
+            points.sort()
+        found.append(points)
+    return found
+
+
+def _around(guide: Sequence[Point], objective: float, requests: int, served: Callable[[float], Point]) -> list[Point]:
+    """New points of whole traces, with those of the guide on both sides of an objective and close to it.
+
+    They are sought from where the guide crosses the objective, in steps that double until there is one on each side.
+    """
+    rate = _crossing(guide, objective)
+    if rate is None:
+        return []
+    points, step = [], 1.04
+    known = [each for each in guide if each.requests == requests] if guide[0].requests == requests else []
+    for _ in range(_MOST):
+        points.append(served(rate))
+        both = sorted((*known, *points))
+        low = max((each for each in both if each.latency <= objective), default=None)
+        high = min((each for each in both if each.latency > objective and (not low or each > low)), default=None)
+        if low is not None and high is not None:
+            if high.rate < _CLOSE * low.rate:
+                break
+            rate = _between(low, high, objective)
+        elif low is not None:
+            rate, step = low.rate * step, step**2
+        elif high is not None:
+            rate, step = high.rate / step, step**2
+    return points
+
+
+def _crossing(points: Sequence[Point], objective: float) -> float | None:
+    """The rate at which a curve crosses an objective, or its last one; None if it is always beyond."""
+    before = None
+    for each in points:
+        if each.latency > objective:
+            return None if before is None else _between(before, each, objective)
+        before = each
+    return None if before is None else before.rate
+
+
+def _between(low: Point, high: Point, objective: float) -> float:
+    """The rate of an objective between two points, on a line in logarithms."""
+    share = math.log(objective / low.latency) / math.log(high.latency / low.latency)
+    return low.rate * (high.rate / low.rate) ** min(max(share, 0.1), 0.9)
+
+
+def _survey(serve: Serve, survey: Survey, latency: float, requests: int, seed: int) -> list[Point]:
+    """Points at rising rates, until one is beyond this latency or the throughput no longer follows."""
+    points: list[Point] = []
+    rate = survey.start
+    while not points or (points[-1].latency < latency and points[-1].throughput > 0.7 * points[-1].rate):
+        count = requests if survey.seconds == math.inf else min(requests, math.ceil(rate * survey.seconds))
+        points.append(point(serve, rate, requests=count, seed=seed))
+        rate *= survey.step
     return points
 
 
 def throughput_at(points: Sequence[Point], objective: float) -> float:
-    """Requests a second at a latency, interpolated; 0 if no point is as quick."""
-    before = None
+    """Requests a second at a latency, interpolated between the longest traces; 0 if none is as quick."""
+    before, longest = None, max(each.requests for each in points)
     for each in points:
+        if each.requests < longest:
+            continue
         if each.latency > objective:
             if before is None:
                 return 0.0
             share = (objective - before.latency) / (each.latency - before.latency)
             return before.throughput + share * (each.throughput - before.throughput)
         before = each
-    return points[-1].throughput
+    assert before is not None
+    return before.throughput

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -16,19 +20,20 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import orca
-from benchmarks.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup
+from benchmarks.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup, Survey
 from jaxserve.plan.cost import Fit
 from server.commands.bench import flags, machine, report
 from server.commands.console import progress_bars, tables
 
 HELP = """\
-Repeats figure 10 of Orca's paper (OSDI'22) with the simulator and sets this scheduler beside it; some 10 minutes.
+Repeats figure 10 of Orca's paper (OSDI'22) with the simulator and sets this scheduler beside it.
 
   python -m benchmarks paper orca"""
 
 FT, OURS = "FasterTransformer", "jaxserve"
 PUBLISHED = {"FT 101B peak": 0.49, "Orca 175B": 6.81, "FT 175B": 0.185, "Orca / FT 175B": 36.9}
 _MODEL = "175B"  # of the headline
+_SURVEY_SECONDS = 120.0
 _COLORS = {FT: "#c23b22", OURS: "#1b5e20"}
 _ORCA_COLORS = {8: "#9ecae1", 16: "#6baed6", 32: "#2171b5", 64: "#807dba", 128: "#bcbddc"}
 
@@ -78,22 +83,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=flags.positive, default=3, metavar="N", help="traces of each rate (default: %(default)s)"
     )
+    parser.add_argument(
+        "--jobs",
+        type=flags.positive,
+        default=machine.usable_cores(),
+        metavar="N",
+        help="processes (default: one a core)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulates, prints, plots and writes everything; returns 0."""
     console, picture = tables(), args.out / "orca.png"
+    started = time.monotonic()
     with progress_bars() as bars:
-        found = simulate(12 if args.quick else args.requests, 1 if args.quick else args.seeds, bars)
+        if args.quick:
+            found = simulate(12, 1, bars)
+        else:
+            found = simulate(args.requests, args.seeds, bars, jobs=args.jobs)
     show(found, console)
     plot(found, picture)
-    console.print(f"written: {picture}")
+    console.print(f"simulated in {time.monotonic() - started:.0f} s; written: {picture}")
     report.write_json(args.out / "orca.json", {"environment": machine.environment(), **as_json(found)}, console)
     return 0
 
 
-def simulate(requests: int, seeds: int, progress: Callable[[str, int, int], None]) -> Paper:
-    """Simulates all systems; models other than the headline's with one seed and one fit."""
+def simulate(requests: int, seeds: int, progress: Callable[[str, int, int], None], *, jobs: int = 1) -> Paper:
+    """Simulates all systems; models other than the headline's with one seed and one fit.
+
+    Args:
+      jobs: processes that draw curves.
+    """
     fits = [orca.fitted(overlapped=overlapped) for overlapped in (False, True)]
     small = SETUPS["101B"]
     met = [
@@ -109,19 +129,16 @@ def simulate(requests: int, seeds: int, progress: Callable[[str, int, int], None
     ]
     asked = [(fits[0], SETUPS[_MODEL], (8, 16, 32, 64, 128), seeds), (fits[1], SETUPS[_MODEL], (32,), seeds)]
     asked += [(fits[0], setup, (8, 16, 32), 1) for setup in SETUPS.values() if setup.name != _MODEL]
-    todo = sum((3 + len(rows)) * count for _, _, rows, count in asked)
-    done, curves = 0, ([], [])
+    tasks = [_Task(setup, fit, name, requests, count) for fit, setup, rows, count in asked for name in _names(rows)]
+    drawn: dict[_Task, list[list[Point]]] = {}
+    for task, points in _drawn(tasks, jobs):
+        progress("simulating", len(drawn), len(tasks))
+        drawn[task] = points
+    progress("simulating", len(tasks), len(tasks))
+    curves = ([], [])
     for fit, setup, rows, count in asked:
-        systems = _systems(setup, fit, rows)
-        drawn: dict[str, list[list[Point]]] = {name: [] for name in systems}
-        objectives = (QUICK, OBJECTIVE) if setup.name == _MODEL else (orca.objective_of(setup, fit),)
-        for name, (serve, start) in systems.items():
-            for seed in range(count):
-                progress("simulating", done, todo)
-                drawn[name].append(orca.curve(serve, start, objectives, requests=requests, seed=seed))
-                done += 1
-        curves[fit.overlapped].append(Curves(setup=setup, fit=fit, systems=drawn))
-    progress("simulating", todo, todo)
+        systems = {name: drawn[_Task(setup, fit, name, requests, count)] for name in _names(rows)}
+        curves[fit.overlapped].append(Curves(setup=setup, fit=fit, systems=systems))
     return Paper(
         requests=requests,
         seeds=seeds,
@@ -131,11 +148,49 @@ def simulate(requests: int, seeds: int, progress: Callable[[str, int, int], None
     )
 
 
-def _systems(setup: Setup, fit: Fit, rows: Sequence[int]) -> dict[str, tuple[Serve, float]]:
-    """Systems by name, and the rate at which the curve of each begins."""
-    systems = {f"{FT} {batch}": (orca.fastertransformer_of(setup, fit, batch), 0.04) for batch in (1, 8)}
-    systems |= {f"Orca {count}": (orca.orca_of(setup, fit, count), 1.2) for count in rows}
-    return systems | {OURS: (orca.ours_of(setup, fit), 1.2)}
+class _Task(NamedTuple):
+    """Curves to draw: of this system, on traces of so many requests."""
+
+    setup: Setup
+    fit: Fit
+    name: str
+    requests: int
+    seeds: int
+
+
+def _drawn(tasks: Sequence[_Task], jobs: int) -> Iterable[tuple[_Task, list[list[Point]]]]:
+    """Each task with its curves, as they come."""
+    if jobs == 1:
+        yield from zip(tasks, map(_draw_curves, tasks), strict=True)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
+        running = {processes.submit(_draw_curves, task): task for task in tasks}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def _draw_curves(task: _Task) -> list[list[Point]]:
+    serve, survey = _system(task.setup, task.fit, task.name)
+    objectives = _objectives(task.setup, task.fit)
+    return orca.curves(serve, survey, objectives, requests=task.requests, seeds=task.seeds)
+
+
+def _objectives(setup: Setup, fit: Fit) -> tuple[float, ...]:
+    return (QUICK, OBJECTIVE) if setup.name == _MODEL else (orca.objective_of(setup, fit),)
+
+
+def _names(rows: Iterable[int]) -> list[str]:
+    """The systems that are compared, with these batches of Orca."""
+    return [*(f"{FT} {batch}" for batch in (1, 8)), *(f"Orca {count}" for count in rows), OURS]
+
+
+def _system(setup: Setup, fit: Fit, name: str) -> tuple[Serve, Survey]:
+    """A system by its name, and how its curves begin."""
+    family, _, count = name.partition(" ")
+    if family == FT:  # it takes little time, and is read between the objectives too
+        return orca.fastertransformer_of(setup, fit, int(count)), Survey(0.04, 1.3, math.inf)
+    serve = orca.ours_of(setup, fit) if family == OURS else orca.orca_of(setup, fit, int(count))
+    return serve, Survey(1.2, 1.5, _SURVEY_SECONDS)
 
 
 def implied_slowdown(curves: Curves) -> float:
@@ -200,8 +255,7 @@ def show(paper: Paper, out: Console) -> None:
 
 
 def _show_curves(curves: Curves, out: Console) -> None:
-    headlined = curves.setup.name == _MODEL
-    objectives = (QUICK, OBJECTIVE) if headlined else (orca.objective_of(curves.setup, curves.fit),)
+    objectives = _objectives(curves.setup, curves.fit)
     table = Table("", *(f"at {1e3 * each:.0f} ms a token" for each in objectives), **_PLAIN)
     for name in [FT, *(name for name in curves.systems if not name.startswith(FT))]:
         cells = []

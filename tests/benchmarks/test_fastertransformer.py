@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks import fastertransformer
+from benchmarks.orca import SETUPS, fitted
 from jaxserve.plan.cost import Roofline, Seconds
 from jaxserve.simulate.virtual_clock import Arrival
 
@@ -32,21 +34,38 @@ def test_iterations_of_a_batch():
 
 def test_first_iteration_has_the_shortest_prompt():
     roofline = Counted()
-    assert fastertransformer.batch_seconds(batch((4, 3), (6, 2)), roofline) == 4.0
-    first, *rest = roofline.asked
-    assert first == [(0, 4)] * 2
-    # Then a token each at positions 4, 5, 6; who has finished stays to the end.
-    assert rest == [[(position, 1)] * 2 for position in (4, 5, 6)]
+    seconds = fastertransformer.BatchSeconds(roofline)
+    assert seconds(batch((4, 3), (6, 2))) == 4.0
+    # Then a token each at positions 4, 5, 6; who has finished stays to the end. Earlier positions are of other batches.
+    assert roofline.asked == [[(0, 4)] * 2, *([(position, 1)] * 2 for position in range(7))]
+
+
+def test_iterations_that_batches_share_are_asked_for_once():
+    roofline = Counted()
+    seconds = fastertransformer.BatchSeconds(roofline)
+    for _ in range(2):
+        assert seconds(batch((4, 3), (6, 2))) == 4.0
+        assert seconds(batch((2, 3), (2, 2))) == 3.0
+    assert len(roofline.asked) == 2 + 7
+
+
+def test_seconds_are_those_of_the_iterations_one_by_one():
+    setup, fit = SETUPS["175B"], fitted(overlapped=True)
+    roofline, three = setup.roofline(fit), batch((40, 100), (300, 20), (512, 128))
+    count = fastertransformer.iterations(three)
+    works = [[(0, 40)] * 3, *([(position, 1)] * 3 for position in range(40, 40 + count - 1))]
+    one_by_one = sum(stage.total for chunks in works for stage in roofline(chunks))
+    assert fastertransformer.BatchSeconds(roofline)(three) == pytest.approx(one_by_one, rel=1e-9)
 
 
 def test_no_request_joins_or_leaves_a_batch():
     coming = [*batch((4, 1), (4, 5)), *batch((4, 2), time=1.0)]
-    outcomes = fastertransformer.run(coming, Counted(), max_batch=8)
+    outcomes = fastertransformer.run(coming, fastertransformer.BatchSeconds(Counted()), max_batch=8)
     assert [each.token_times[-1] for each in outcomes] == [5.0, 5.0, 7.0]
     assert [len(each.token_times) for each in outcomes] == [1, 5, 2]
 
 
 def test_batch_holds_arrived_requests_up_to_its_limit():
     coming = [*batch((4, 1), (4, 1), (4, 1)), *batch((4, 1), time=10.0)]
-    outcomes = fastertransformer.run(coming, Counted(), max_batch=2)
+    outcomes = fastertransformer.run(coming, fastertransformer.BatchSeconds(Counted()), max_batch=2)
     assert [each.token_times[-1] for each in outcomes] == [1.0, 1.0, 2.0, 11.0]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 
 import pytest
 from rich.console import Console
 
 from benchmarks import orca, paper
-from benchmarks.orca import SETUPS, Point
+from benchmarks.orca import SETUPS, Point, Survey
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -63,8 +64,8 @@ def test_ours_serves_more_than_orca_at_the_same_latency():
     assert ours.latency < 0.13 < theirs.latency
 
 
-def test_throughput_is_read_between_the_points():
-    points = [Point(1.0, 1.0, 0.1), Point(2.0, 1.8, 0.2), Point(3.0, 2.0, 0.6)]
+def test_throughput_is_read_between_the_longest_traces():
+    points = [Point(1.0, 1.0, 0.1, 60), Point(1.5, 0.1, 0.12, 20), Point(2.0, 1.8, 0.2, 60), Point(3.0, 2.0, 0.6, 60)]
     assert orca.throughput_at(points, 0.15) == pytest.approx(1.4)
     assert orca.throughput_at(points, 0.4) == pytest.approx(1.9)
     assert orca.throughput_at(points, 0.05) == 0.0
@@ -72,17 +73,37 @@ def test_throughput_is_read_between_the_points():
 
 
 def test_a_curve_rises_until_it_is_saturated():
-    def serve(coming):
-        return orca.fastertransformer_of(SETUPS["13B"], orca.fitted(overlapped=False), 8)(coming)
-
-    points = orca.curve(serve, 0.2, [0.2], requests=60, seed=0)
+    serve = orca.fastertransformer_of(SETUPS["13B"], orca.fitted(overlapped=False), 8)
+    (points,) = orca.curves(serve, Survey(0.2, 1.3, math.inf), [0.2], requests=60, seeds=1)
     assert points == sorted(points)
     assert points[0].latency < 0.2 < points[-1].latency
 
 
+@pytest.mark.parametrize("objectives", [(0.09,), (0.1, 0.19)])
+def test_whole_traces_are_served_on_both_sides_of_an_objective(objectives):
+    fit = orca.fitted(overlapped=False)
+    serve = orca.fastertransformer_of(SETUPS["175B"], fit, 8)
+    first, *others = orca.curves(serve, Survey(0.04, 2.0, 500.0), objectives, requests=300, seeds=3)
+    assert {each.requests for each in first} > {20, 40, 300}  # 500 s of traffic, or a whole trace
+    for points in (first, *others):
+        whole = [each for each in points if each.requests == 300]
+        for objective in objectives:
+            within = [each.rate for each in whole if each.latency <= objective]
+            beyond = [each.rate for each in whole if each.latency > objective]
+            assert max(within) < min(each for each in beyond if each > max(within)) < 1.07 * max(within)
+        assert points is first or len(points) == len(whole) <= 6 * len(objectives)
+
+
+def test_no_trace_is_repeated_where_none_is_as_quick():
+    serve = orca.fastertransformer_of(SETUPS["175B"], orca.fitted(overlapped=False), 8)
+    (points,) = orca.curves(serve, Survey(0.04, 2.0, 100.0), [1e-3], requests=600, seeds=1)
+    assert max(each.requests for each in points) < 600
+    assert orca.throughput_at(points, 1e-3) == 0.0
+
+
 def test_the_slowdown_that_the_published_rate_implies():
     # At s times the time, the rate at 190 ms is that at 190 / s ms, divided by s: 0.74 * 0.5 / 2 = 0.185.
-    points = [Point(rate, rate, orca.OBJECTIVE * rate / 0.74) for rate in (0.1, 0.37, 0.74, 1.0)]
+    points = [Point(rate, rate, orca.OBJECTIVE * rate / 0.74, 60) for rate in (0.1, 0.37, 0.74, 1.0)]
     curves = paper.Curves(
         setup=SETUPS["175B"],
         fit=orca.fitted(overlapped=False),
@@ -91,8 +112,7 @@ def test_the_slowdown_that_the_published_rate_implies():
     assert paper.implied_slowdown(curves) == pytest.approx(2.0, abs=1e-6)
 
 
-def test_the_paper_is_printed_and_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(orca, "_HALVINGS", 0)
+def test_the_paper_is_printed_and_drawn(tmp_path):
     found = paper.simulate(12, 1, lambda *_: None)
     console = Console(width=150, file=io.StringIO())
     paper.show(found, console)
