@@ -293,7 +293,8 @@ class Cluster:
     def is_settled(self) -> bool:
         """Whether there are as many pods as wanted, all of this version and ready, and callers know it."""
         serving = [pod for pod in self.pods if pod.is_ready and not pod.is_ending and pod.version == self._version]
-        return len(self.pods) == self.replicas and self.pods == serving == self.endpoints()
+        unnoticed = any(kubelet.is_lost for kubelet in self._kubelets.values())
+        return len(self.pods) == self.replicas and self.pods == serving == self.endpoints() and not unnoticed
 
     def endpoints(self) -> list[Pod]:
         """The ready pods, as callers know them by now."""
