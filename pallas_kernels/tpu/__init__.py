@@ -157,8 +157,7 @@ class TpuBackend:
                     meta.tile_chunks,
                     slopes,
                     sinks,
-                    tile=cut.tile,
-                    slots=cut.tile_slots,
+                    cut=cut,
                     **static,
                 )[:, :, :n_tokens, : shape.head_dim]
                 rest = rest.transpose(2, 0, 1, 3).reshape(q.shape)

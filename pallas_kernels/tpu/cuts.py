@@ -10,10 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.layout import lanes_of, round_up, slot_tile
+from pallas_kernels.tpu.layout import BFLOAT16, LANES, head_span, lanes_of, operand_dtype, round_up, slot_tile
 
 # Keys and values in transit to a kernel, twice: a kernel has 16 MiB for these and its scratch memory.
 BUFFER_BYTES = 7 * 2**20
+# Keys and values of one head in one step of the prompt kernel; three such steps are in memory.
+_HEAD_BYTES = 2**19
+# Devices whose matrix units are 256 wide: their products take more rows. Where a chunk has fewer tokens than rows, the
+# other rows are multiplied for nothing.
+_WIDE = ("TPU v6 lite", "TPU7x")
 # Devices with two cores that share a program's work; on others one core does all of it.
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
@@ -24,12 +29,34 @@ class Cut(NamedTuple):
     Attributes:
       units / unit_slots: pieces of rows in one step of the decode kernel, and the slots of each.
       tile / tile_slots: flat tokens in one step of the prompt kernel, and the slots that it visits.
+      part_rows / part_slots: most rows and slots of one product of the prompt kernel (`part_of_tile`).
     """
 
     units: int
     unit_slots: int
     tile: int
     tile_slots: int
+    part_rows: int
+    part_slots: int
+
+
+class Part(NamedTuple):
+    """Sizes of one product of the prompt kernel.
+
+    Attributes:
+      members: query heads of a part; 1 where a part is some tokens of one head.
+      tokens: tokens of each of them.
+      slots: slots of a part, in whole blocks.
+    """
+
+    members: int
+    tokens: int
+    slots: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product."""
+        return self.members * self.tokens
 
 
 class Key(NamedTuple):
@@ -58,27 +85,52 @@ def cut(shape: AttentionShape, n_tokens: int) -> Cut:
 def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
     """The same sizes in whole blocks, with tiles no larger than the bucket."""
     size = shape.block_size
-    return Cut(
-        units=wanted.units,
+    return wanted._replace(
         unit_slots=max(1, wanted.unit_slots // size) * size,
-        tile=min(wanted.tile, round_up(n_tokens, 16)),
+        tile=min(wanted.tile, round_up(n_tokens, 16 if n_tokens <= LANES else LANES)),
         tile_slots=max(1, wanted.tile_slots // size) * size,
     )
 
 
 def _by_rule(shape: AttentionShape) -> Cut:
-    """Sizes by rule: as many bytes in flight as fit, at most four units; matmuls of 256 rows."""
+    """Sizes by rule.
+
+    Decodes have as many bytes in flight as fit, in at most four units. Prompts have 512 rows and 1,024 slots, or fewer
+    where a slot is wide.
+    """
     room = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
     slots = max(shape.block_size, min(128, room))
-    return Cut(max(1, min(4, room // slots)), slots, max(16, 256 // shape.group // 16 * 16), 256)
+    is_exact = operand_dtype(shape) != BFLOAT16
+    rows = 256 if is_exact else 512
+    of_head = 2 * head_span(shape) * shape.pool_dtype.itemsize
+    return Cut(
+        units=max(1, min(4, room // slots)),
+        unit_slots=slots,
+        tile=max(16, rows // shape.group // 16 * 16),
+        tile_slots=min(1024, _HEAD_BYTES // of_head),
+        part_rows=128 if is_exact else 512 if shape.device_kind in _WIDE else 256,
+        part_slots=512,
+    )
+
+
+def part_of_tile(shape: AttentionShape, cut: Cut) -> Part:
+    """The largest part, within the cut's limits, into which a tile and a step's slots divide without remainder."""
+    most, tile, size = max(16, cut.part_rows), cut.tile, shape.block_size
+    tokens = next(n for n in range(min(tile, most) // 16 * 16, 0, -16) if tile % n == 0)
+    members = 1
+    if tokens == tile:
+        members = next(n for n in range(max(1, min(shape.group, most // tile)), 0, -1) if shape.group % n == 0)
+    blocks, wanted = cut.tile_slots // size, max(1, cut.part_slots // size)
+    return Part(members, tokens, next(n for n in range(min(blocks, wanted), 0, -1) if blocks % n == 0) * size)
 
 
 def candidates(shape: AttentionShape) -> Iterator[Cut]:
     """The cuts to time; some may need more memory than the device has, and do not compile."""
-    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512), (128, 256, 512, 1024))
+    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512, 1024), (128, 256, 512, 1024))
+    rule = _by_rule(shape)
     seen: set[Cut] = set()
     for units, slots, tile, tile_slots in sizes:
-        one = fitted(Cut(units, slots, tile, tile_slots), shape, tile)
+        one = fitted(Cut(units, slots, tile, tile_slots, rule.part_rows, rule.part_slots), shape, tile)
         if one not in seen and 2 * one.units * one.unit_slots * slot_bytes(shape) <= 2 * BUFFER_BYTES:
             seen.add(one)
             yield one

@@ -38,6 +38,14 @@ def lanes_of(shape: AttentionShape) -> int:
     return round_up(shape.num_kv_heads * shape.head_dim, LANES)
 
 
+def head_span(shape: AttentionShape) -> int:
+    """Lanes of the lane tiles that can hold a whole head at any start."""
+    dim = shape.head_dim
+    starts = range(0, shape.num_kv_heads * dim, dim)
+    widest = max(round_up(start + dim, LANES) - start // LANES * LANES for start in starts)
+    return min(widest, lanes_of(shape))
+
+
 def scale_rows(shape: AttentionShape) -> int:
     """Rows of a block's scales: one per KV head, and zeros up to whole registers."""
     return round_up(shape.num_kv_heads, SUBLANES)

@@ -2,7 +2,12 @@
 
 Queries are taken in tiles of the flat tokens, whatever chunks they belong to, so that no copy begins inside a register.
 For each tile the kernel loops over KV heads, and for each head over the chunks in the tile; at the end it picks their
-rows out of the tile's result. Copies run one step ahead of the sums, across steps, chunks, heads and tiles.
+rows out of the tile's result. Copies run two steps ahead of the sums, across steps, chunks, heads and tiles.
+
+What is copied together and what is multiplied together differ in size. A step copies many slots for many queries, so
+that memory does not set the pace. Its products are of `Part`s: some rows of the tile against some slots. Parts that
+hold no token of the chunk, or only slots that none of its tokens sees, are left out, and those of which every token
+sees every slot need no mask.
 
 With a sliding window, a chunk's tokens in a tile begin at the first block that any of them sees, and steps, slots and
 positions count from there.
@@ -10,6 +15,7 @@ positions count from there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,28 +28,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.cuts import cores
+from pallas_kernels.tpu.cuts import Cut, Part, cores, part_of_tile
 from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
     TpuPool,
     dot,
+    head_span,
     lanes_of,
     operand_dtype,
     round_up,
     scale_rows,
     score_factor,
-    soft_capped,
     visited,
 )
 
-
-def head_span(shape: AttentionShape) -> int:
-    """Lanes of the lane tiles that can hold a whole head at any start."""
-    dim = shape.head_dim
-    starts = range(0, shape.num_kv_heads * dim, dim)
-    widest = max(round_up(start + dim, LANES) - start // LANES * LANES for start in starts)
-    return min(widest, lanes_of(shape))
+# Steps whose blocks are on their way while one is computed.
+AHEAD = 2
+# Scores, biases and sinks are multiplied by this, because the chip has powers of 2 only.
+LOG2_E = math.log2(math.e)
 
 
 def out_lanes(shape: AttentionShape) -> int:
@@ -52,17 +55,17 @@ def out_lanes(shape: AttentionShape) -> int:
 
 
 class _PromptScratch(NamedTuple):
-    """Scratch memory of a core: two buffers for inputs and outputs; a head's queries, softmax."""
+    """Scratch memory of a core: buffers for inputs and outputs; a head's queries, softmax."""
 
-    blocks: TpuPool  # [2, 2, slots, head_span] and [2, slots / block_size, 2, scale_rows, block_size]
+    blocks: TpuPool  # [AHEAD + 1, 2, slots, head_span], [AHEAD + 1, slots / block_size, 2, scale_rows, block_size]
     queries: Any  # [2, group, tile, out_lanes]; the results too
     out: Any
     query: Any  # [rows, head_span]
     maximum: Any  # [rows, 128], equal in all lanes; the sum too
     total: Any
     acc: Any  # [rows, head_span]
-    block_sems: Any  # [2]; the others too
-    query_sems: Any
+    block_sems: Any  # [AHEAD + 1]
+    query_sems: Any  # [2]; the other too
     out_sems: Any
 
 
@@ -73,8 +76,7 @@ class _PromptKernel:
     shape: AttentionShape
     scale: float
     window: int | None
-    tile: int
-    slots: int
+    cut: Cut
 
     def __call__(
         self,
@@ -91,13 +93,21 @@ class _PromptKernel:
         out,
         scratch: _PromptScratch,
     ):
-        shape, tile, slots, window = self.shape, self.tile, self.slots, self.window
+        shape, tile, slots, window = self.shape, self.cut.tile, self.cut.tile_slots, self.window
         size, dim, group = shape.block_size, shape.head_dim, shape.group
         kv_buf, scale_buf = scratch.blocks
         q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
-        blocks, heads, rows, lanes = slots // size, shape.num_kv_heads, group * tile, head_span(shape)
+        blocks, heads, lanes, part = (
+            slots // size,
+            shape.num_kv_heads,
+            head_span(shape),
+            part_of_tile(shape, self.cut),
+        )
+        parts = group * tile // part.rows
         operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
+        if shape.soft_cap is None:
+            factor *= LOG2_E
         n_decodes, n_tokens = bounds[0], bounds[1]
         first_tile, end_tile = lax.div(n_decodes, tile) + pl.program_id(0), lax.div(n_tokens + tile - 1, tile)
         end_tile = jnp.where(n_tokens > n_decodes, end_tile, 0)
@@ -119,10 +129,6 @@ class _PromptKernel:
             begin = jnp.maximum(offsets[chunk] - at * tile, 0)
             end = jnp.minimum(offsets[chunk + 1], (at + 1) * tile)
             return begin, end - at * tile, kv_lens[chunk] - 1 - (offsets[chunk + 1] - end)
-
-        def first_seen(begin, end, last):
-            """The first position that is visible to the first of some tokens."""
-            return last - (end - begin - 1) - window + 1
 
         def after(at, head, chunk, step):
             """The next step: the next blocks, chunk, head or tile."""
@@ -163,78 +169,159 @@ class _PromptKernel:
             place = pl.ds(pl.multiple_of(at * tile, tile), tile)
             return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
 
+        def rows_of(i):
+            return pl.ds(pl.multiple_of(i * part.rows, part.rows), part.rows)
+
+        def tokens_of(i):
+            """The first token of a part, counted from the tile's."""
+            return 0 if part.tokens == tile else lax.rem(i * part.rows, tile)
+
+        def of_tile(i):
+            """A part's place in a buffer of [group, tile, lanes]."""
+            if part.tokens == tile:
+                return pl.ds(i * part.members, part.members), slice(None)
+            first = pl.multiple_of(lax.rem(i * part.rows, tile), part.tokens)
+            return pl.ds(lax.div(i * part.rows, tile), 1), pl.ds(first, part.tokens)
+
+        def each_part(at, chunk, act):
+            """Call act(part, first and last position of the chunk's tokens in it) with every part that has some."""
+            begin, end, last = part_of(at, chunk)
+
+            def of_part(i, _):
+                low = jnp.maximum(begin, tokens_of(i))
+                high = jnp.minimum(end, tokens_of(i) + part.tokens)
+                pl.when(low < high)(lambda: act(i, last - (end - 1 - low), last - (end - high)))
+
+            lax.fori_loop(0, parts, of_part, None)
+
         def begin_chunk(turn, at, head, chunk):
             """Move the head's queries to its lanes; start the softmax, from the sinks if any."""
-            queries = q_buf[lax.rem(turn, 2)].astype(jnp.float32).reshape(rows, out_lanes(shape))
-            if lanes > out_lanes(shape):
-                queries = jnp.concatenate([queries, jnp.zeros((rows, lanes - out_lanes(shape)), jnp.float32)], axis=1)
-            query[...] = _turn(queries, head * dim - lane_of(head), dim).astype(operand)
-            if sinks is None:
-                maximum[...] = jnp.full(maximum.shape, LOWEST, jnp.float32)
-                total[...] = jnp.zeros(total.shape, jnp.float32)
-            else:
-                sink = self._by_row(sinks, head)
-                if slopes is not None:  # the bias of all rows counts from the last token
-                    before = positions(at, chunk) - part_of(at, chunk)[2]
-                    sink += self._by_row(slopes, head) * before.astype(jnp.float32)
-                maximum[...] = jnp.broadcast_to(sink, maximum.shape)
-                total[...] = jnp.ones(total.shape, jnp.float32)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-        def positions(at, chunk):
-            """Position of each row's token, -1 outside the chunk: int32[rows, 1]."""
+            def begin(i, _first, _last):
+                rows = rows_of(i)
+                queries = q_buf[(lax.rem(turn, 2), *of_tile(i))].astype(jnp.float32)
+                queries = queries.reshape(part.rows, out_lanes(shape))
+                if lanes > out_lanes(shape):
+                    room = jnp.zeros((part.rows, lanes - out_lanes(shape)), jnp.float32)
+                    queries = jnp.concatenate([queries, room], axis=1)
+                query[rows] = _turn(queries, head * dim - lane_of(head), dim).astype(operand)
+                if sinks is None:
+                    maximum[rows] = jnp.full((part.rows, LANES), LOWEST, jnp.float32)
+                    total[rows] = jnp.zeros((part.rows, LANES), jnp.float32)
+                else:
+                    sink = self._by_row(sinks, head, i, part)
+                    if slopes is not None:  # the bias of all rows counts from the last token
+                        before = positions(at, chunk, i) - part_of(at, chunk)[2]
+                        sink += self._by_row(slopes, head, i, part) * before.astype(jnp.float32)
+                    maximum[rows] = jnp.broadcast_to(sink, (part.rows, LANES))
+                    total[rows] = jnp.ones((part.rows, LANES), jnp.float32)
+                acc[rows] = jnp.zeros((part.rows, lanes), jnp.float32)
+
+            each_part(at, chunk, begin)
+
+        def positions(at, chunk, i):
+            """Position of each token of a part, -1 outside the chunk: int32[rows, 1]."""
             begin, end, last = part_of(at, chunk)
-            token = lax.broadcasted_iota(jnp.int32, (group, tile, 1), 1).reshape(rows, 1)
+            token = lax.broadcasted_iota(jnp.int32, (part.members, part.tokens, 1), 1) + tokens_of(i)
+            token = token.reshape(part.rows, 1)
             return jnp.where((token >= begin) & (token < end), last - (end - 1 - token), -1)
 
         def add_step(side, at, head, chunk, step):
-            begin, end, last = part_of(at, chunk)
-            keys, values = kv_buf[side, 0].astype(operand), kv_buf[side, 1]
-            # A slot that no token sees may hold NaN, and 0 * NaN is NaN.
-            slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + step * slots
-            seen = slot <= last
-            if window is not None:
-                seen &= slot >= first_seen(begin, end, last)
-            values = jnp.where(seen, values.astype(jnp.float32), 0.0).astype(operand)
-            scores = dot(query[...], keys, transposed=True) * factor  # [rows, slots]
+            """Add a step's slots to the sums of the chunk's tokens, part by part."""
+
+            def add_slots(i, first, last):
+                unseen = 0 if window is None else jnp.maximum(first - window + 1 - step * slots, 0)
+                seen = jnp.clip(last + 1 - step * slots, 0, slots)
+
+                def of_slots(j, _):
+                    begin = step * slots + j * part.slots
+                    is_whole = begin + part.slots - 1 <= first
+                    if window is not None:
+                        is_whole &= begin > last - window
+                    add = partial(add_part, side, at, head, chunk, step, i, j, first, last)
+                    pl.when(is_whole)(partial(add, masked=False))
+                    pl.when(jnp.logical_not(is_whole))(partial(add, masked=True))
+
+                lax.fori_loop(lax.div(unseen, part.slots), lax.div(seen + part.slots - 1, part.slots), of_slots, None)
+
+            each_part(at, chunk, add_slots)
+
+        def add_part(side, at, head, chunk, step, i, j, first, last, *, masked):
+            """Add slots to the sums of some rows.
+
+            Args:
+              first / last: positions of the first and the last token.
+              masked: whether some token does not see some slot.
+            """
+            rows, held = rows_of(i), pl.ds(pl.multiple_of(j * part.slots, part.slots), part.slots)
+            keys, values = kv_buf[side, 0, held].astype(operand), kv_buf[side, 1, held]
+            begin = step * slots + j * part.slots
+            if masked:  # a slot that no token sees may hold NaN, and 0 * NaN is NaN
+                slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + begin
+                seen = slot <= last
+                if window is not None:
+                    seen &= slot > first - window
+                values = jnp.where(seen, values.astype(jnp.float32), 0.0)
+            values = values.astype(operand)
+            scores = dot(query[rows], keys, transposed=True) * factor  # [rows, slots]
             if scale_buf is not None:
-                scores *= self._scales_of(scale_buf, side, 0, head)
-            scores = soft_capped(scores, shape)
-            position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
+                scores *= self._scales_of(scale_buf, side, 0, head, j, part)
+            if shape.soft_cap is not None:
+                scores = shape.soft_cap * LOG2_E * jnp.tanh(scores)
+            position = lax.broadcasted_iota(jnp.int32, (1, part.slots), 1) + begin
             if slopes is not None:
-                scores += self._by_row(slopes, head) * (position - last).astype(jnp.float32)
-            mine = positions(at, chunk)
-            visible = position <= mine
-            if window is not None:
-                visible &= position > mine - window
-            scores = jnp.where(visible, scores, LOWEST)
-            old = maximum[:, :1]
+                from_last = (position - part_of(at, chunk)[2]).astype(jnp.float32)
+                scores += self._by_row(slopes, head, i, part) * from_last
+            visible = None
+            if masked:
+                mine = positions(at, chunk, i)
+                visible = position <= mine
+                if window is not None:
+                    visible &= position > mine - window
+                scores = jnp.where(visible, scores, LOWEST)
+            old = maximum[rows]  # [rows, 128], as all that follows for rows
             raised = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-            weights = jnp.where(visible, jnp.exp(scores - raised), 0.0)
-            shrink = jnp.exp(old - raised)
-            maximum[...] = jnp.broadcast_to(raised, maximum.shape)
-            added = total[:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-            total[...] = jnp.broadcast_to(added, total.shape)
+            # A row that has seen no slot yet sums up weights of 1; `shrink` is 0 once it sees one.
+            weights = jnp.exp2(scores - _across(raised, part.slots))
+            shrink = jnp.exp2(old - raised)
+            maximum[rows] = raised
+            total[rows] = total[rows] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             if scale_buf is not None:
-                weights = jnp.where(visible, weights * self._scales_of(scale_buf, side, 1, head), 0.0)
-            acc[...] = acc[...] * shrink + dot(weights.astype(operand), values)
+                weights *= self._scales_of(scale_buf, side, 1, head, j, part)
+                if visible is not None:
+                    weights = jnp.where(visible, weights, 0.0)
+            acc[rows] = acc[rows] * _across(shrink, lanes) + dot(weights.astype(operand), values)
 
         def end_chunk(turn, at, head, chunk):
             """Store the chunk's rows in the tile's result."""
-            side, sums = lax.rem(turn, 2), total[:, :1]
-            result = acc[...] / jnp.where(sums > 0, sums, 1.0)
-            result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
-            mine = positions(at, chunk) >= 0
-            out_buf[side] = jnp.where(mine, result, out_buf[side].reshape(result.shape)).reshape(out_buf.shape[1:])
+
+            def end(i, _first, _last):
+                rows, place = rows_of(i), (lax.rem(turn, 2), *of_tile(i))
+                sums = _across(total[rows], lanes)
+                result = acc[rows] / jnp.where(sums > 0, sums, 1.0)
+                result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
+                mine, held = positions(at, chunk, i) >= 0, out_buf[place]
+                out_buf[place] = jnp.where(mine, result, held.reshape(result.shape)).reshape(held.shape)
+
+            each_part(at, chunk, end)
+
+        def fetch(side, at, head, chunk, step):
+            """Start the copies of a step; returns the step after it. Past the last one, neither."""
+
+            @pl.when(at < end_tile)
+            def _():
+                each_copy(side, at, head, chunk, step, lambda copy: copy.start())
+
+            following = after(jnp.minimum(at, tile_chunks.shape[0] // 2 - 1), head, chunk, step)
+            before = (at, head, chunk, step)
+            return tuple(jnp.where(at < end_tile, new, old) for new, old in zip(following, before, strict=True))
 
         def serve_step(carry):
-            side, turn, at, head, chunk, step = carry
-            following = after(at, head, chunk, step)
+            side, turn, here, ahead = carry
+            at, head, chunk, step = here
+            following = after(*here)
             new_turn = (following[0] != at) | (following[1] != head)
-
-            @pl.when(following[0] < end_tile)
-            def _():
-                each_copy(1 - side, *following, lambda copy: copy.start())
+            ahead = fetch(jnp.where(side == 0, AHEAD, side - 1), *ahead)
 
             @pl.when((following[0] < end_tile) & new_turn)
             def _():
@@ -265,36 +352,43 @@ class _PromptKernel:
             def _():
                 of_results(lax.rem(turn, 2), at, head).start()
 
-            return 1 - side, turn + new_turn.astype(jnp.int32), *following
+            return jnp.where(side == AHEAD, 0, side + 1), turn + new_turn.astype(jnp.int32), following, ahead
 
         @pl.when(first_tile < end_tile)
         def _():
             begin = (first_tile, jnp.int32(0), tile_chunks[2 * first_tile], jnp.int32(0))
             of_queries(0, *begin[:2]).start()
-            each_copy(0, *begin, lambda copy: copy.start())
-            carry = (jnp.int32(0), jnp.int32(0), *begin)
-            turns = lax.while_loop(lambda carry: carry[2] < end_tile, serve_step, carry)[1]
+            ahead = begin
+            for side in range(AHEAD):
+                ahead = fetch(side, *ahead)
+            carry = (jnp.int32(0), jnp.int32(0), begin, ahead)
+            turns = lax.while_loop(lambda carry: carry[2][0] < end_tile, serve_step, carry)[1]
             for back in range(2):
 
                 @pl.when(turns > back)
                 def _(back=back):
                     of_results(lax.rem(turns - 1 - back, 2), first_tile, 0).wait()
 
-    def _scales_of(self, scale_buf: Any, side: jax.Array, half: int, head: jax.Array) -> jax.Array:
-        """The scales of a head's slots: float32[1, slots]."""
-        blocks = self.slots // self.shape.block_size
-        return jnp.concatenate([scale_buf[side, b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
+    def _scales_of(self, scale_buf: Any, side: jax.Array, half: int, head: jax.Array, j: jax.Array, part: Part) -> Any:
+        """The scales of a head in the slots of a part: float32[1, slots]."""
+        blocks = part.slots // self.shape.block_size
+        return jnp.concatenate([scale_buf[side, j * blocks + b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
 
-    def _by_row(self, values: Any, head: jax.Array) -> jax.Array:
-        """Per-head values for a tile's rows: float32[group * tile, 1], or a scalar for one head."""
-        group, tile = self.shape.group, self.tile
-        if group == 1:
-            return values[head]
-        member = lax.broadcasted_iota(jnp.int32, (group, tile, 1), 0).reshape(group * tile, 1)
+    def _by_row(self, values: Any, head: jax.Array, i: jax.Array, part: Part) -> jax.Array:
+        """Per-head values for the rows of a part: float32[rows, 1], or a scalar for one head."""
+        first = head * self.shape.group + lax.div(i * part.rows, self.cut.tile)
+        if part.members == 1:
+            return values[first]
+        member = lax.broadcasted_iota(jnp.int32, (part.members, part.tokens, 1), 0).reshape(part.rows, 1)
         by_row = jnp.zeros(member.shape, jnp.float32)
-        for j in range(group):
-            by_row = jnp.where(member == j, values[head * group + j], by_row)
+        for j in range(part.members):
+            by_row = jnp.where(member == j, values[first + j], by_row)
         return by_row
+
+
+def _across(x: jax.Array, lanes: int) -> jax.Array:
+    """x [rows, 128], equal in all lanes, as [rows, lanes]. A copy from one lane would cost a permutation a register."""
+    return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
 
 
 def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
@@ -304,7 +398,7 @@ def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
     return pltpu.roll(x, lax.rem(lanes + x.shape[1], x.shape[1]), 1)
 
 
-@partial(jax.jit, static_argnames=("shape", "scale", "window", "tile", "slots", "interpret"))
+@partial(jax.jit, static_argnames=("shape", "scale", "window", "cut", "interpret"))
 def attend(
     q: jax.Array,
     pool: TpuPool,
@@ -320,8 +414,7 @@ def attend(
     shape: AttentionShape,
     scale: float,
     window: int | None,
-    tile: int,
-    slots: int,
+    cut: Cut,
     interpret: Any,
 ) -> jax.Array:
     """Attention of the chunks after the decodes; their keys and values are in the pool.
@@ -336,15 +429,17 @@ def attend(
     Returns:
       float32 of the same shape; tokens of other chunks hold arbitrary values.
     """
-    size, lanes, rows = shape.block_size, head_span(shape), shape.group * tile
+    size, lanes, rows = shape.block_size, head_span(shape), shape.group * cut.tile
+    tile, slots = cut.tile, cut.tile_slots
+    slopes, sinks = (None if values is None else values * LOG2_E for values in (slopes, sinks))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
     def scratch(*sizes: int, dtype: Any = np.float32) -> Any:
         return pltpu.VMEM(sizes, dtype)
 
-    scales = None if pool.scales is None else scratch(2, slots // size, 2, scale_rows(shape), size)
+    scales = None if pool.scales is None else scratch(AHEAD + 1, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
-        _PromptKernel(shape=shape, scale=scale, window=window, tile=tile, slots=slots),
+        _PromptKernel(shape=shape, scale=scale, window=window, cut=cut),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
@@ -357,14 +452,14 @@ def attend(
             out_specs=anywhere,
             scratch_shapes=[
                 _PromptScratch(
-                    blocks=TpuPool(scratch(2, 2, slots, lanes, dtype=shape.pool_dtype), scales),
+                    blocks=TpuPool(scratch(AHEAD + 1, 2, slots, lanes, dtype=shape.pool_dtype), scales),
                     queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
                     out=scratch(2, shape.group, tile, out_lanes(shape)),
                     query=scratch(rows, lanes, dtype=operand_dtype(shape)),
                     maximum=scratch(rows, LANES),
                     total=scratch(rows, LANES),
                     acc=scratch(rows, lanes),
-                    block_sems=pltpu.SemaphoreType.DMA((2,)),
+                    block_sems=pltpu.SemaphoreType.DMA((AHEAD + 1,)),
                     query_sems=pltpu.SemaphoreType.DMA((2,)),
                     out_sems=pltpu.SemaphoreType.DMA((2,)),
                 )

@@ -37,7 +37,7 @@ def mixed(h) -> bool:
 
 def small(block: int) -> Cut:
     """Two units of two blocks and small tiles: every loop turns."""
-    return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block)
+    return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block, part_rows=16, part_slots=block)
 
 
 @pytest.mark.interpret
