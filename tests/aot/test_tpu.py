@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +21,10 @@ from jaxserve.plan import compiled, model_catalog, targets
 from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import predict
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu import BACKEND
+from pallas_kernels.tpu import BACKEND, cuts
 from pallas_kernels.tpu.layout import round_up
 from sharding import devices, specs
+from tests.aot import bundles
 
 pytestmark = [
     pytest.mark.aot,
@@ -51,7 +54,13 @@ SHAPES = [
 ]
 # Tokens, rows, context: one of decodes only, a mixed one, one of the most rows and the longest contexts, with prompts.
 DECODES, MIXED, LARGE, PROMPTS = (16, 16, 2048), (256, 16, 2048), (512, 512, 32768), (2048, 512, 32768)
-CASES = [(*shape, MIXED) for shape in SHAPES] + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE), (*SHAPES[8], PROMPTS)]
+# Of which the code is held to ceilings: enough tokens for products of every size.
+HELD = (*SHAPES[0], (512, 16, 2048))
+CASES = (
+    [HELD]
+    + [(*shape, MIXED) for shape in SHAPES[1:]]
+    + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE), (*SHAPES[8], PROMPTS)]
+)
 
 
 def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, n_blocks: int):
@@ -76,21 +85,21 @@ def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, 
 
 @pytest.mark.parametrize(
     ("generation", "heads", "kv_heads", "dim", "dtype", "pool", "bucket"),
-    # BLOOM-176B's on every generation, the others on every other one unless all combinations are asked for. The largest
+    # BLOOM-176B's on every generation, the others on every third one unless all combinations are asked for. The largest
     # take minutes on some.
     [
         pytest.param(
             generation,
             *case,
             marks=pytest.mark.weekly
-            if i and ((i + j) % 2 or case[-1] == PROMPTS or (case[-1] == LARGE and generation == "v4"))
+            if i and ((i + j) % 3 or case[-1] == PROMPTS or (case[-1] == LARGE and generation == "v4"))
             else (),
         )
         for i, case in enumerate(CASES)
         for j, generation in enumerate(GENERATIONS)
     ],
 )
-def test_the_kernels_compile(tell, generation, heads, kv_heads, dim, dtype, pool, bucket):
+def test_the_kernels_compile(tell, hold, code, generation, heads, kv_heads, dim, dtype, pool, bucket):
     n_tokens, rows, context = bucket
     shape = AttentionShape(
         num_heads=heads,
@@ -100,13 +109,13 @@ def test_the_kernels_compile(tell, generation, heads, kv_heads, dim, dtype, pool
         pool_dtype=jnp.dtype(pool),
         alibi=heads % 2 == 1 or dim == 64,
     )
-    shape = dataclasses.replace(shape, max_rows=rows).with_blocks(BACKEND.default_block_size(shape), context)
+    device = targets.devices_of(devices.parse(GENERATIONS[generation]))[0]
+    shape = dataclasses.replace(shape, max_rows=rows, device_kind=device.device_kind)
+    shape = shape.with_blocks(BACKEND.default_block_size(shape), context)
     assert BACKEND.supports(shape) is None
     n_blocks = 64
     started = time.perf_counter()
-    program = compiled_attention(
-        targets.devices_of(devices.parse(GENERATIONS[generation]))[0], shape, n_tokens, rows, n_blocks
-    )
+    program = compiled_attention(device, shape, n_tokens, rows, n_blocks)
     seconds = time.perf_counter() - started
     memory = program.memory_analysis()
     assert memory is not None
@@ -128,17 +137,47 @@ def test_the_kernels_compile(tell, generation, heads, kv_heads, dim, dtype, pool
         temporaries=f"{memory.temp_size_in_bytes / 2**20:.2f} MiB",
         seconds=f"{seconds:.1f}",
     )
+    if (heads, kv_heads, dim, dtype, pool, bucket) == HELD:
+        decodes, prompts = code_of_decodes(code, shape, n_tokens), code_of_prompts(code, shape, n_tokens)
+        for kernel, figures in {"decodes": decodes, "prompts": prompts}.items():
+            tell(f"code of the kernel of {kernel}; a bundle is a cycle", device=generation, **figures)
+            hold(f"{generation}, kernel of {kernel}", figures)
+
+
+def code_of_decodes(code: Path, shape: AttentionShape, n_tokens: int) -> dict[str, float]:
+    """Bundles of the decode kernel for a MiB of keys and values, with every branch of a step."""
+    cut = cuts.cut(shape, n_tokens)
+    mib = cut.units * cut.unit_slots * cuts.slot_bytes(shape) / 2**20
+    loop = [block for block in bundles.blocks(code, "attention_decodes") if block.depth]
+    return {
+        "bundles a MiB": round(sum(block.bundles for block in loop) / mib),
+        "spills": sum(block.spills for block in loop),
+    }
+
+
+def code_of_prompts(code: Path, shape: AttentionShape, n_tokens: int) -> dict[str, float]:
+    """Bundles of the prompt kernel's two kinds of product, of which the one without a mask is the shorter, and serves
+    nearly all of a long prompt."""
+    part = cuts.part_of_tile(shape, cuts.cut(shape, n_tokens))
+    mflop = 4 * part.rows * part.slots * shape.head_dim / 1e6
+    products = [block for block in bundles.blocks(code, "attention_prompts") if block.products]
+    inner, masked = sorted(products, key=lambda block: block.bundles)
+    return {
+        "bundles a MFLOP": round(inner.bundles / mflop, 2),
+        "bundles a MFLOP, masked": round(masked.bundles / mflop, 2),
+        "spills": inner.spills,
+    }
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_a_step_with_weights_and_pool_in_eight_bits(tell, topology):
+def test_a_step_with_weights_and_pool_in_eight_bits(tell, hold, monkeypatch, topology):
     """They are widened where they are read: in memory there is nothing else."""
     name, config = model_catalog.find("bloom-1b7")
     engine = EngineConfig(tensor=4, buckets=(64,), slots=32768, quantize="int8", kv_cache_dtype="int8")
     deployment = Deployment(
         name=name, config=config, topology=devices.parse(topology), engine=engine, spec=specs.default("bloom")
     )
-    plan = predict(deployment)
+    plan, texts = predict(deployment), programs_of(monkeypatch)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     held = plan.stages[0].weights + plan.stages[0].pool
     wide = predict(dataclasses.replace(deployment, engine=dataclasses.replace(engine, quantize=None))).stages[0].weights
@@ -153,10 +192,35 @@ def test_a_step_with_weights_and_pool_in_eight_bits(tell, topology):
     assert stage.temporaries < 2**26
     assert stage.total <= 1.04 * held
     assert stage.surprises == ()
+    hold(f"{topology}, bloom-1b7 in eight bits", figures_of_step(texts[0], config.num_layers))
+
+
+def programs_of(monkeypatch) -> list[str]:
+    """The programs, as text, of what is compiled from now on."""
+    texts: list[str] = []
+    read = compiled.collectives
+    monkeypatch.setattr(compiled, "collectives", lambda text: texts.append(text) or read(text))
+    return texts
+
+
+def figures_of_step(text: str, layers: int) -> dict[str, float]:
+    """What a device does in a step beside waiting for memory: operations that it starts, copies, and collectives during
+    which it does nothing else."""
+    entry = text[text.index("\nENTRY ") :]
+    kinds = re.findall(r"^ .* ([a-z][\w-]*)\(", entry, re.MULTILINE)
+    waited = "\n".join(line for line in text.splitlines() if "-start(" not in line)
+    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
+    return {
+        "operations a layer": round(sum(kind not in free for kind in kinds) / layers, 1),
+        "copies a layer": round(sum(kind in ("copy", "transpose") for kind in kinds) / layers, 1),
+        "KiB a layer of synchronous collectives": round(
+            sum(op.nbytes * op.times for op in compiled.collectives(waited)) / layers / 1024
+        ),
+    }
 
 
 @pytest.mark.parametrize("topology", ["v4:2x2x4", pytest.param("v5p:2x2x4", marks=pytest.mark.weekly), "v6e:4x4"])
-def test_a_step_of_bloom_176b(tell, topology):
+def test_a_step_of_bloom_176b(tell, hold, monkeypatch, topology):
     """A mixed iteration over 16 devices: two all-reduces a layer and one of the embedding, the logits gathered; nothing
     else moves, and what the program needs beside weights and pool is small."""
     deployment = Deployment(
@@ -168,7 +232,7 @@ def test_a_step_of_bloom_176b(tell, topology):
         ),
         spec=specs.default("bloom"),
     )
-    plan = predict(deployment)
+    plan, texts = predict(deployment), programs_of(monkeypatch)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     held = plan.stages[0].weights + plan.stages[0].pool
     tell(
@@ -186,3 +250,4 @@ def test_a_step_of_bloom_176b(tell, topology):
     assert compiled.count_kinds(stage.collectives) == {"all-reduce": 2 * 70 + 1, "all-gather": 1}
     assert {each.arrays for each in stage.collectives} == {"bf16[256,14336]", "f32[16,15680,16]"}
     assert stage.surprises == ()
+    hold(f"{topology}, BLOOM-176B", figures_of_step(texts[0], 70))
