@@ -56,7 +56,7 @@ class _DecodeScratch(NamedTuple):
     new_sems: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class _DecodeKernel:
     """The kernel's static side; `__call__` is its body."""
 

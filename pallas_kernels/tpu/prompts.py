@@ -69,7 +69,7 @@ class _PromptScratch(NamedTuple):
     out_sems: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class _PromptKernel:
     """The kernel's static side; `__call__` is its body."""
 

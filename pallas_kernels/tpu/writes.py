@@ -40,7 +40,7 @@ class _Leaf(NamedTuple):
     multiple: int  # on that axis, a copy may begin at multiples of this
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class _WriteKernel:
     """The kernel's static side; `__call__` is its body."""
 

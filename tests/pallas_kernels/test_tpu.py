@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import api
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu import TpuBackend
+from pallas_kernels.tpu import TpuBackend, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, cores
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
@@ -99,3 +99,9 @@ def test_tables_that_scalar_memory_cannot_hold_are_refused():
     assert api.select("auto", shape, "tpu").backend.name == "xla"
     with pytest.raises(ValueError, match="scalar memory holds 960 KiB of them, not 2048"):
         api.select("tpu", shape, "tpu")
+
+
+@pytest.mark.parametrize("kernel", [decodes._DecodeKernel, prompts._PromptKernel, writes._WriteKernel])
+def test_kernels_can_be_referenced_weakly(kernel):
+    """JAX 0.11 does so."""
+    assert "__weakref__" in dir(kernel)
