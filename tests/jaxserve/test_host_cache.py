@@ -52,8 +52,8 @@ def evict(engine: Engine) -> None:
     [
         {},
         {"kv_cache_dtype": "int8"},
-        {"attention": "xla"},
-        {"stages": 2},
+        pytest.param({"attention": "xla"}, marks=pytest.mark.long),
+        pytest.param({"stages": 2}, marks=pytest.mark.long),
         pytest.param({"tensor": 3, "attention": "xla"}, marks=pytest.mark.long),
         pytest.param({"tensor": 3, "stages": 2, "kv_cache_dtype": "int8"}, marks=pytest.mark.long),
     ],
