@@ -75,9 +75,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"]
+    use = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]  # Python 3.13 holds certificates to RFC 5280
     for name in ("ca", "stranger"):
-        openssl("req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.2\n")
+        openssl("req", "-x509", *curve, *use, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.2\nauthorityKeyIdentifier=keyid\n")
     for name in ("server", "client"):
         openssl("req", *curve[:-2], "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         openssl(
