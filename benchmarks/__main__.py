@@ -16,6 +16,7 @@ BENCHMARKS = {
     "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),
     "peers": Benchmark("benchmarks.peers", "compare with transformers, CTranslate2 and llama.cpp"),
+    "predictions": Benchmark("benchmarks.predictions", "compare plans of drawn specs with the compiler"),
     "regression": Benchmark("benchmarks.regression", "find what has become slower"),
     "simulator": Benchmark("benchmarks.simulator_validation", "compare the simulator with an engine"),
     "soak": Benchmark("benchmarks.soak", "serve requests of every kind and look for leaks"),

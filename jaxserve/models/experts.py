@@ -19,11 +19,12 @@ from jaxserve.models.products import BoundWeight, Quantized
 from jaxserve.models.schema import ModelConfig
 
 # Logical axes of an `Experts` module's parameters. Biases of `down` are added to tokens, not to each device's share.
+# "router" is the axis of experts in what every token needs of all of them; split, it takes exchanges in each layer.
 AXES = {
-    "router": {"kernel": ("expert", "embed"), "bias": ("expert",)},
+    "router": {"kernel": ("router", "embed"), "bias": ("router",)},
     "gate": {"kernel": ("expert", "ffn", "embed"), "bias": ("expert", "ffn")},
     "up": {"kernel": ("expert", "ffn", "embed"), "bias": ("expert", "ffn")},
-    "down": {"kernel": ("expert", "embed", "ffn"), "bias": ("expert", "embed")},
+    "down": {"kernel": ("expert", "embed", "ffn"), "bias": ("router", "embed")},
 }
 
 Kernels = Mapping[str, Any]  # gate, up, down [E, out, in], and gate_bias, up_bias [E, F] or None

@@ -13,6 +13,7 @@ from jaxserve.runner.sharded_parameters import ShardedParameter
 from sharding.spec import Target, names
 from sharding.spec import parts as parts_of
 
+_UNDECIDED = {"embed", "word_embed", "head_dim", "router"}  # logical axes; their parts meet whole vectors
 _Over = tuple[str, ...]  # mesh axes with more than one device
 
 
@@ -49,14 +50,14 @@ class _Step(NamedTuple):
 def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
-    The compiler decides if the spec splits "embed" or the hidden states between the layers, or if parts over some mesh
-    axes are read as parts over others.
+    The compiler decides if the spec splits "embed", norms of heads, routers or the hidden states between the layers, or
+    if parts over some mesh axes are read as parts over others.
 
     Args:
       parts: the stage's parameters by name.
     """
     split_axes = {axis for part in parts.values() for axis in part.axes if part.split(axis)}
-    undecided = split_axes & {"embed", "word_embed"} or any(stage.spec.activations.values()) or stage.spec.gather
+    undecided = split_axes & _UNDECIDED or any(stage.spec.activations.values()) or stage.spec.gather
     if undecided and stage.mesh.size > 1:
         return None
     try:
@@ -79,7 +80,7 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
     heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     hidden, by_head = item * config.hidden_size, over(kv_cache.head_target(stage.mesh, stage.spec))
     attend = _Step("layers.*.attend", False, by_head, by_head, (heads,))
-    found: Counter[_Exchange] = Counter(_lookups(item, parts, over) if stage.is_first else ())
+    found: Counter[_Exchange] = Counter(_lookups(stage, parts, over) if stage.is_first else ())
     for layer in stage.layers:
 
         def product(name: str, *results: int, layer: int = layer) -> _Step:
@@ -98,15 +99,23 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
     return found
 
 
-def _lookups(item: int, parts: Mapping[str, ShardedParameter], over: Callable[[Target], _Over]) -> Iterator[_Exchange]:
-    """The all-reduces of look-ups in split tables, separate for int8 values and scales."""
+def _lookups(
+    stage: StagePrograms, parts: Mapping[str, ShardedParameter], over: Callable[[Target], _Over]
+) -> Iterator[_Exchange]:
+    """The all-reduces of look-ups in split tables, separate for int8 values and scales.
+
+    The compilers of accelerators add what two tables give for a token before they add it up over devices.
+    """
+    item = stage.shape.attention.dtype.itemsize
     tables = {name: part for name, part in parts.items() if name.startswith("embed.") and name.endswith(".table")}
     divided = {name: over(part.partition[0]) for name, part in tables.items() if part.divided[0]}
     for name, axes in divided.items():
         if f"{name}.scales" in parts:
             yield _Exchange("all-reduce", "embed.scales", item, axes)
     widths = {name: tables[name].local[1] * (1 if f"{name}.scales" in parts else item) for name in divided}
-    yield from _together([_Exchange("all-reduce", "embed", widths[name], axes) for name, axes in divided.items()])
+    sums = [_Exchange("all-reduce", "embed", widths[name], axes) for name, axes in divided.items()]
+    is_added = stage.platform != "cpu" and not stage.int8
+    yield from _together(dict.fromkeys(sums) if is_added else sums)
 
 
 def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.plan.plan_report import padding, parameters_of, partition
-from jaxserve.plan.predict import Plan
+from jaxserve.plan.predict import Plan, StagePlan
 from jaxserve.plan.tables import UNKNOWN, Section, number, shape, size
 from sharding.spec import shown
 
@@ -43,12 +43,37 @@ def section(found: Sequence[PlanDifference], names: tuple[str, str]) -> Section:
     return Section(f"{names[1]} against {names[0]}, differences only", ("", *names, "change"), rows, notes)
 
 
+_BAR = 60  # characters of a bar
+
+
+def memory(plans: tuple[Plan, Plan], names: tuple[str, str]) -> Section:
+    """The memory of a device as bars: of each stage of both plans, under the names of their specs."""
+    rows = [
+        (name, str(index), _bar(stage, plan.memory[0]), f"{100 * stage.total / plan.memory[0]:.1f}%", size(stage.free))
+        for plan, name in zip(plans, names, strict=True)
+        for index, stage in enumerate(plan.stages)
+    ]
+    note = "w: weights, p: pool of keys and values, a: activations and row state, dots: free or left to the runtime"
+    return Section("Memory of each device", ("", "stage", "bar", "in use", "free"), rows, [note])
+
+
+def _bar(stage: StagePlan, whole: int) -> str:
+    """A bar with a letter for each use. Ends are rounded rather than lengths, so that the sum is right."""
+    uses = (("w", stage.weights), ("p", stage.pool), ("a", stage.activations + stage.state))
+    bar, held = "", 0
+    for letter, nbytes in uses:
+        held += nbytes
+        bar += letter * (round(_BAR * held / whole) - len(bar))
+    return bar.ljust(_BAR, ".")
+
+
 _Fact = tuple[str | None, float | None]  # a value as text and, if it is numeric, as a number
 
 
 def _missing(plan: Plan, what: str) -> _Fact:
     """The fact of a plan under a name that only the other plan has."""
-    return (UNKNOWN if " after " in what and not plan.is_known else None, None)
+    depends = " after " in what or ": ms of " in what
+    return (UNKNOWN if depends and not plan.is_known else None, None)
 
 
 def _facts(plan: Plan) -> dict[str, _Fact]:
@@ -75,5 +100,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         name = f"bucket {bucket.tokens}"
         facts[f"{name}: ms"] = (number(bucket.milliseconds, ".2f"), bucket.milliseconds)
         facts[f"{name}: tokens/s"] = (number(bucket.tokens_per_second, ",.0f"), bucket.tokens_per_second)
+        for part, seconds in (parts._asdict() if (parts := plan.parts(bucket)) else {}).items():
+            facts[f"{name}: ms of {part}"] = (f"{1e3 * seconds:.2f}", 1e3 * seconds)
         facts[f"{name}: bound by"] = (bucket.bottleneck or UNKNOWN, None)
     return facts

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sharding import axes
@@ -142,6 +142,7 @@ class StageLoad:
 
     Attributes:
       weight_bytes: weights read once per iteration; without those of experts.
+      head_bytes: those of them that make the logits.
       token_ops / row_ops: operations of matmuls for each token, and for each row with logits; without experts.
       collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
       hop_bytes: bytes that each token sends to the next stage; 0 on the last.
@@ -157,6 +158,7 @@ class StageLoad:
     collectives: tuple[Collective, ...] | None
     hop_bytes: int
     mesh: Mapping[str, int]
+    head_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -182,6 +184,22 @@ class Seconds(NamedTuple):
     def bottleneck(self) -> str:
         """The name of the largest of the four."""
         return max(self._fields, key=lambda name: getattr(self, name))
+
+
+class Parts(NamedTuple):
+    """The seconds of one stage by what it does; sampling is not predicted.
+
+    Attributes:
+      matmul: the products of the layers, experts among them, and all that reads their weights.
+      collectives: exchanges within the stage, and the hop to the next.
+      starts: the overhead of the layers.
+    """
+
+    matmul: float
+    attention: float
+    head: float
+    collectives: float
+    starts: float
 
 
 def reads(chunks: Iterable[tuple[int, int]], window: int | None = None) -> tuple[int, int]:
@@ -228,7 +246,7 @@ class Roofline:
           ValueError: the collectives of a stage are unknown.
         """
         self.fit = fit or FITS[topology.device.platform]
-        self._loads, self._device = loads, topology.device
+        self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
         self._windows = {each.window for load in loads for each in load.attention}
         self._flops = topology.device.flops[dtype]
         self._links: list[tuple[float, float]] = []  # seconds over links by token and by row, of each stage
@@ -267,6 +285,35 @@ class Roofline:
             self._stage(load, links, tokens, max(tokens, bucket), rows + len(chunks), attended)
             for load, links in zip(self._loads, self._links, strict=True)
         ]
+
+    def parts(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Parts]:
+        """Seconds of an iteration by what is done, by stage. They add up to the total, unless causes overlap.
+
+        The arguments are those of `__call__`.
+        """
+        found = []
+        for load in self._loads:
+            nothing = StageLoad(
+                layers=0,
+                weight_bytes=0,
+                token_ops=0,
+                row_ops=0,
+                attention=(),
+                collectives=(),
+                hop_bytes=0,
+                mesh=load.mesh,
+            )
+            layers = load.weight_bytes - load.head_bytes
+            alone = (  # in the order of Parts
+                replace(nothing, weight_bytes=layers, token_ops=load.token_ops, experts=load.experts),
+                replace(nothing, attention=load.attention),
+                replace(nothing, weight_bytes=load.head_bytes, row_ops=load.row_ops),
+                replace(nothing, collectives=load.collectives, hop_bytes=load.hop_bytes),
+                replace(nothing, layers=load.layers),
+            )
+            by_part = Roofline(alone, self._topology, dtype=self._dtype, fit=self.fit)(chunks, bucket)
+            found.append(Parts(*(each.total for each in by_part)))
+        return found
 
     def _stage(
         self,

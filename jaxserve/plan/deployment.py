@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class Deployment:
       name: name of the model.
       engine: the engine's settings, as in `jaxserve serve`: tensor, stages, rows, buckets, slots, dtype.
       context: context length of each decoding row in the predicted iterations.
+      on_cpus: its programs are for virtual CPU devices, as many as the topology has, to be compiled anywhere.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Deployment:
     engine: EngineConfig
     spec: ShardingSpec
     context: int = 1024
+    on_cpus: bool = False
 
     @property
     def dtype(self) -> str:
@@ -84,6 +86,8 @@ def programs(deployment: Deployment, devices: Sequence[Any] | None = None) -> li
     """
     deployment.check_devices()
     engine, platform = deployment.engine, deployment.topology.device.platform
+    if deployment.on_cpus:  # which have no kernel of ours for a part of the heads
+        engine, platform = replace(engine, attention="xla"), "cpu"
     meshes: Any
     if devices is None:
         meshes = (mesh.abstract(engine.stage_axes),) * engine.stages

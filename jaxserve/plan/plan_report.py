@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxserve.plan.compiled import KINDS, CompiledStage, count_kinds
-from jaxserve.plan.cost import FITS, Collective, Seconds, calibration
+from jaxserve.plan.cost import FITS, Collective, Parts, Seconds, calibration
 from jaxserve.plan.predict import REQUEST, Plan
 from jaxserve.plan.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter
@@ -22,6 +22,7 @@ _REMEDIES = {
     "links": "links between devices: a smaller tensor size and more stages would send less",
     "overhead": "starting layers: more rows would help, fewer stages would not",
 }
+SAMPLING = "Sampling is not predicted: it is a program of its own, the same for every sharding, since logits are whole"
 
 
 def show(plan: Plan, out: Console, *, brief: bool = False) -> None:
@@ -31,7 +32,7 @@ def show(plan: Plan, out: Console, *, brief: bool = False) -> None:
         return
     for line in spec_lines(plan):
         out.print(f"  {escape(line)}")
-    for section in (_parameters(plan), _memory(plan), collectives(plan), _iterations(plan)):
+    for section in (_parameters(plan), _memory(plan), collectives(plan), _iterations(plan), _by_part(plan)):
         section.show(out)
     out.print(bottleneck(plan))
 
@@ -124,8 +125,23 @@ def _iterations(plan: Plan) -> Section:
     return Section(title, columns, rows, [note, trust[0].upper() + trust[1:], f"Buckets: {plan.buckets_reason}"])
 
 
-def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:
-    """The compiled programs beside the prediction, and the differences."""
+def _by_part(plan: Plan) -> Section:
+    """The milliseconds of each bucket by what is done."""
+    rows = [
+        (str(bucket.tokens), *(number(1e3 * seconds, ".2f") for seconds in parts))
+        for bucket in plan.buckets
+        if (parts := plan.parts(bucket)) is not None
+    ]
+    notes = [SAMPLING] if rows else []
+    return Section("The same ms by part, all stages", ("bucket", *Parts._fields), rows, notes)
+
+
+def compiled(plan: Plan, stages: Sequence[CompiledStage], where: str = "") -> Section:
+    """The compiled programs beside the prediction, and the differences.
+
+    Args:
+      where: for what they are compiled, in words, if it is not the plan's topology.
+    """
     rows, notes = [], []
     for index, (stage, program) in enumerate(zip(plan.stages, stages, strict=True)):
         for name, predicted, found in (
@@ -148,7 +164,8 @@ def compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Section:
     notes += surprises or ["Nothing unexpected: no gathers of weights, no copies of weights or pool"]
     seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # equal stages are compiled once
     columns = ("stage", "", "predicted", "compiled", "difference")
-    return Section(f"Compiled, bucket {stages[0].bucket} ({seconds:.0f} s)", columns, rows, notes)
+    title = " ".join(filter(None, ("Compiled", where)))
+    return Section(f"{title}, bucket {stages[0].bucket} ({seconds:.0f} s)", columns, rows, notes)
 
 
 def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict[str, Any]:
@@ -164,7 +181,8 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
         stages.append(values | {"slot_bytes": load.slot_bytes, "collectives": as_json(load.collectives)})
     buckets = [
         {name: getattr(bucket, name) for name in _BUCKET}
-        | {"stages": [{name: 1e3 * value for name, value in each._asdict().items()} for each in bucket.stages]}
+        | {"stages": [_milliseconds(each) for each in bucket.stages]}
+        | {"parts": None if (parts := plan.parts(bucket)) is None else _milliseconds(parts)}
         for bucket in plan.buckets
     ]
     return {
@@ -192,6 +210,10 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
         "context": deployment.context,
         "buckets": buckets,
     } | ({"compiled": as_json(tuple(stages_compiled))} if stages_compiled else {})
+
+
+def _milliseconds(seconds: Seconds | Parts) -> dict[str, float]:
+    return {name: 1e3 * value for name, value in seconds._asdict().items()}
 
 
 _BUCKET = ("tokens", "decodes", "milliseconds", "tokens_per_second", "bottleneck")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
 from jaxserve.plan import collectives
-from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Roofline, Seconds, StageLoad
+from jaxserve.plan.activations import activation_bytes
+from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Parts, Roofline, Seconds, StageLoad
 from jaxserve.plan.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache, matmul
 from jaxserve.runner.layout import bucket_sizes, for_buckets
@@ -138,6 +139,11 @@ class Plan:
         return self.groups.fitting(self.slots // self.block_size, tokens)
 
     @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return self.deployment.engine.stage_devices * self.deployment.engine.stages
+
+    @property
     def block_size(self) -> int:
         """Slots of a block."""
         return self.groups.block_size
@@ -151,6 +157,13 @@ class Plan:
         """The cost of iterations. Raises ValueError if the collectives of a stage are unknown."""
         loads, deployment = [each.load for each in self.stages], self.deployment
         return Roofline(loads, deployment.topology, dtype=deployment.dtype, fit=fit)
+
+    def parts(self, bucket: BucketPlan) -> Parts | None:
+        """Seconds of a bucket's iteration through all stages, by what is done; None if its times are unknown."""
+        if not bucket.stages:
+            return None
+        stages = self.roofline().parts(_chunks(self.deployment, bucket.tokens))
+        return Parts(*map(sum, zip(*stages, strict=True)))
 
 
 def predict(deployment: Deployment) -> Plan:
@@ -239,44 +252,10 @@ def with_buckets(
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """(parameters of a model, parameters that one token uses)."""
     total = active = 0
-    for name, shape, axes, _ in naming.parameters(model_of(config), jnp.dtype(jnp.float32)):
-        share = config.experts_per_token / config.num_experts if is_of_experts(name, axes) else 1
+    for _, shape, axes, _ in naming.parameters(model_of(config), jnp.dtype(jnp.float32)):
+        share = config.experts_per_token / config.num_experts if is_of_experts(axes) else 1
         total, active = total + shape.size, active + round(shape.size * share)
     return total, active
-
-
-def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
-    """Bytes on a device that one iteration needs beside its arguments, at its peak.
-
-    These are three hidden states, the widest inner state in float32 and its rounded copy, and, in the last stage, the
-    logits of this device and of all devices. With experts, the inner states may be those of `_expert_bytes`.
-    """
-    config, attention = stage.model.padded_config, stage.shape.attention
-    inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
-    item = attention.dtype.itemsize
-    widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, bucket))
-    tokens = bucket * 3 * config.hidden_size * item + widest
-    if not stage.is_last:
-        return tokens
-    rows = min(bucket, stage.shape.max_rows)
-    return tokens + 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0])
-
-
-def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
-    """Bytes of what the experts of a layer compute, at its peak; 0 without experts.
-
-    Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
-    token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
-    two projections in float32; on TPUs the ragged product widens int8 kernels, one stack at a time.
-    """
-    config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
-    stacks = [part.local for part in parts.values() if is_of_experts(part.name, part.axes) and len(part.local) == 3]
-    if not stacks:
-        return 0
-    inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
-    rows = bucket * config.experts_per_token
-    widened = max(map(math.prod, stacks)) * item if stage.int8 and stage.platform == "tpu" else 0
-    return max(rows * 8 * config.hidden_size, rows * (8 * inner + config.hidden_size * item) + widened)
 
 
 def _stage(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:
@@ -299,7 +278,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
     shape, config = stage.shape.attention, stage.model.config
     head = collectives.head_table(parts) if stage.is_last else None
     read = [*(part for part in parts.values() if not part.name.endswith(".table")), *([head] if head else [])]
-    of_experts = [part for part in read if is_of_experts(part.name, part.axes)]
+    of_experts = [part for part in read if is_of_experts(part.axes)]
     layers = Counter(config.window(layer) for layer in stage.layers)
     attention = (
         AttentionLoad(
@@ -319,11 +298,12 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
     return StageLoad(
         layers=len(stage.layers),
         weight_bytes=sum(part.nbytes for part in read) - experts.weight_bytes,
-        token_ops=_ops(part for part in read if not is_of_experts(part.name, part.axes)),
+        token_ops=_ops(part for part in read if not is_of_experts(part.axes)),
         row_ops=2 * math.prod(head.local) if head else 0,
         attention=tuple(attention),
         experts=experts if of_experts else None,
         collectives=collectives.predict(stage, parts),
+        head_bytes=head.nbytes if head else 0,
         hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,
         mesh=dict(stage.mesh.shape),
     )
@@ -339,13 +319,17 @@ def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) 
 
     It has no times without a roofline.
     """
-    context = min(deployment.context, deployment.max_context - 1)
-    decodes = min(tokens, deployment.engine.max_rows)
-    chunks = [(context, 1)] * decodes
-    for start in range(decodes, tokens, deployment.max_context):
-        chunks.append((0, min(deployment.max_context, tokens - start)))
+    decodes, chunks = min(tokens, deployment.engine.max_rows), _chunks(deployment, tokens)
     stages = () if roofline is None else tuple(roofline(chunks))
     return BucketPlan(tokens=tokens, decodes=decodes, stages=stages, replicas=deployment.engine.replicas)
+
+
+def _chunks(deployment: Deployment, tokens: int) -> list[tuple[int, int]]:
+    """(start, length) of the decodes and prompts of a bucket."""
+    context = min(deployment.context, deployment.max_context - 1)
+    decodes = min(tokens, deployment.engine.max_rows)
+    prompts = range(decodes, tokens, deployment.max_context)
+    return [(context, 1)] * decodes + [(0, min(deployment.max_context, tokens - start)) for start in prompts]
 
 
 def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int, pool: int) -> str:

@@ -38,6 +38,7 @@ _WORDS = (
     "after",
     "collective",
     "",
+    "bar",
     "bound by",
     "rules",
     "policy",

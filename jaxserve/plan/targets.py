@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -45,6 +46,22 @@ def devices_of(topology: Topology) -> Sequence[Any]:
             f"cannot compile for {topology}: {str(problem).splitlines()[0]}. The compiler for it comes with "
             f"pip install 'jax[{package}]=={jax.__version__}'"
         ) from problem
+
+
+def cpus(count: int) -> Sequence[Any]:
+    """Virtual devices of this machine's CPU, as many as are asked for.
+
+    Raises ValueError if jax has started with fewer.
+    """
+    with contextlib.suppress(RuntimeError):  # jax has started, perhaps with enough of them
+        jax.config.update("jax_num_cpu_devices", count)
+    have = jax.devices("cpu")
+    if len(have) < count:
+        raise ValueError(
+            f"jax has started with {len(have)} CPU devices, and {count} are needed: set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before it starts"
+        )
+    return have[:count]
 
 
 def lowering(mesh: Mesh) -> AbstractContextManager[Any]:

@@ -101,9 +101,9 @@ def _bytes_held(leaf: jax.ShapeDtypeStruct, local: tuple[int, ...]) -> int:
     return math.prod(sizes) * leaf.dtype.itemsize
 
 
-def is_of_experts(name: str, axes: tuple[str, ...]) -> bool:
+def is_of_experts(axes: tuple[str, ...]) -> bool:
     """Whether a parameter holds a part for each expert, of which an iteration reads those that serve its tokens."""
-    return axes[0] == "expert" and ".router." not in name
+    return axes[0] == "expert"
 
 
 def group_layers(parts: Iterable[ShardedParameter]) -> tuple[ShardedParameter, ...]:

@@ -301,7 +301,9 @@ def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         layout = wanted.format.layout
         if not isinstance(layout, Layout) or held.format.layout.major_to_minor == layout.major_to_minor:
             return values  # already there; an array over several hosts cannot be copied by one of them
-    return jax.device_put(values.astype(wanted.dtype), wanted.format)
+    # In two steps, because jax does not move arrays to other devices and into another layout at once.
+    moved = jax.device_put(values.astype(wanted.dtype), wanted.sharding)
+    return jax.device_put(moved, wanted.format) if isinstance(wanted.format.layout, Layout) else moved
 
 
 def _give_back_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="rank all (tensor, stages) and rules that fit")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --search: draw the frontier (.png, .svg)")
     parser.add_argument(
-        "--compile", action="store_true", help="compile for the devices and compare with the prediction"
+        "--compile",
+        nargs="?",
+        const="topology",
+        choices=("topology", "cpu"),
+        help="compile for the topology, or for as many virtual CPU devices, and compare with the prediction "
+        "(alone: topology)",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a picture")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -115,14 +121,15 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
 
     labels = _label(args.sharding), _label(args.against)
     try:
-        predicted, plan, stages = _predict(args, deployment, args.compile)
+        predicted, plan, stages = _predict(args, deployment, True)
     except ValueError as problem:
         if args.against is None:
             raise
         console.say(f"{labels[0]} is not possible: {problem}\nso {labels[1]} is compared with nothing")
         alone = _with_spec(args, args.against)
         return _plan(alone, make_deployment(alone, context=args.context), out)
-    sections, answers = [plan_report.compiled(predicted, stages)] if stages else [], {}
+    where = "for CPUs" if args.compile == "cpu" else ""
+    sections, answers = [plan_report.compiled(predicted, stages, where)] if stages else [], {}
     if args.against is not None:
         try:
             _, other, _ = _predict(args, make_deployment(_with_spec(args, args.against), context=args.context), False)
@@ -132,7 +139,8 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
         answers["against"] = [
             {name: getattr(each, name) for name in ("what", "ours", "theirs")} for each in differences
         ]
-        sections.insert(0, comparison.section(differences, labels))
+        answers["against_plan"] = plan_report.plan_json(other) | {"labels": labels}
+        sections[:0] = [comparison.section(differences, labels), comparison.memory((plan, other), labels)]
     answers = plan_report.plan_json(plan, stages) | answers
     if not args.json:
         plan_report.show(plan, out, brief=args.against is not None)
@@ -148,16 +156,22 @@ def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dic
 def _predict(
     args: argparse.Namespace, deployment: Deployment, always: bool
 ) -> tuple[Plan, Plan, Sequence[CompiledStage]]:
-    """The plan as predicted, the plan with compiled collectives where they are unknown, and the compiled stages."""
+    """The plan that was compiled, the plan with compiled collectives where they are unknown, and the compiled stages.
+
+    Without `always`, a plan with known collectives is not compiled.
+    """
     from jaxserve.plan import compiled, targets
     from jaxserve.plan.predict import predict
 
     plan = predict(deployment)
-    if not args.compile or (plan.is_known and not always):
+    if args.compile is None or (plan.is_known and not always):
         return plan, plan, ()
+    on_cpus = args.compile == "cpu"
+    asked = predict(dataclasses.replace(deployment, on_cpus=True)) if on_cpus else plan
+    devices = targets.cpus(plan.num_devices) if on_cpus else targets.devices_of(deployment.topology)
     with console.progress_bars() as progress:
-        stages = compiled.compile_stages(plan, targets.devices_of(deployment.topology), progress)
-    return plan, compiled.with_compiled(plan, stages), stages
+        stages = compiled.compile_stages(asked, devices, progress)
+    return asked, compiled.with_compiled(plan, stages), stages
 
 
 def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:

@@ -13,5 +13,6 @@ SPEC = ShardingSpec(
         "ffn": "tensor",
         "embed": None,
         "head_dim": None,
+        "router": None,
     }
 )

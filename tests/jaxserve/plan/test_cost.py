@@ -81,6 +81,20 @@ def test_the_time_of_a_stage_is_split(roofline):
     assert full.links == pytest.approx(4096 * one.links, rel=0.05)  # the logits are gathered by row
 
 
+def test_the_parts_add_up_to_the_time(roofline):
+    chunks = [(512, 1)] * 31 + [(0, 97)]
+    (total,), (parts,) = roofline(chunks), roofline.parts(chunks)
+    assert sum(parts) == pytest.approx(total.total)
+    assert parts.starts == total.overhead
+    assert parts.collectives == total.links
+    (longer,) = roofline.parts([(1024, 1)] * 31 + [(0, 97)])
+    assert longer.attention > 1.5 * parts.attention
+    assert longer._replace(attention=0) == parts._replace(attention=0)
+    # The head is a table of 51,200 tokens over 8 devices, in two bytes.
+    (one,) = roofline.parts([(0, 1)])
+    assert one.head == pytest.approx(51_200 / 8 * 10_240 * 2 / 1555e9 / 0.57, rel=0.01)
+
+
 def test_no_jax_is_needed():
     program = "import sys, jaxserve.plan.cost; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"

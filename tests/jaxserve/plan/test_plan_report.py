@@ -14,7 +14,7 @@ from jaxserve.plan import comparison, plan_page, plan_report, search
 from jaxserve.plan.compiled import CollectiveOp, CompiledStage, with_compiled
 from jaxserve.plan.predict import predict
 from sharding import specs
-from tests.jaxserve.plan.questions import BLOOM, LLAMA, MIXTRAL, question
+from tests.jaxserve.plan.questions import BLOOM, LLAMA, MIXTRAL, named, question
 
 SPEC = specs.default("bloom")
 WINDOWS = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1}
@@ -94,10 +94,33 @@ def test_two_specs_are_told_by_their_differences():
     assert found["stage 0: all-gather after head"].theirs is None
     assert found["embed.tokens.table"].change == "+300.0%"
     assert "layers.*.up.kernel" not in found
+    assert theirs.parts(theirs.buckets[0]).collectives < ours.parts(ours.buckets[0]).collectives
+    assert theirs.parts(theirs.buckets[0]).attention == ours.parts(ours.buckets[0]).attention
+    assert sum(ours.parts(ours.buckets[0])) == pytest.approx(ours.buckets[0].milliseconds / 1e3)
     text = printed(comparison.section(list(found.values()), ("default", "my.toml")).show)
     assert re.search(r"\[axes\] vocab +tensor +none", text)
     assert not comparison.differences(ours, ours)
     assert "default and same.toml give the same plan" in printed(comparison.section([], ("default", "same.toml")).show)
+
+
+def test_milliseconds_are_told_by_part():
+    asked = named("bloom-176b", "a100-80g:2x8", tensor=16, max_rows=32, buckets=(256,), slots=32_000)
+    plans = [predict(dataclasses.replace(asked, context=context)) for context in (1024, 512)]
+    found = {each.what: each for each in comparison.differences(*plans)}
+    assert float(found["bucket 256: ms of attention"].theirs) < float(found["bucket 256: ms of attention"].ours)
+    assert not {"bucket 256: ms of matmul", "bucket 256: ms of head", "bucket 256: ms of collectives"} & set(found)
+
+
+def test_memory_is_told_as_bars():
+    plan = predict(named("bloom-176b", "a100-80g:2x8", tensor=16, max_rows=32, buckets=(256,)))
+    small = predict(named("bloom-176b", "a100-80g:2x8", tensor=16, max_rows=32, buckets=(256,), slots=32_000))
+    rows = comparison.memory((plan, small), ("all", "few")).rows
+    assert [row[:2] for row in rows] == [("all", "0"), ("few", "0")]
+    bars = [row[2] for row in rows]
+    assert [len(bar) for bar in bars] == [60, 60]
+    assert bars[0].count("w") == bars[1].count("w") == 16  # 20.5 of 79.2 GiB
+    assert bars[0].count("p") == pytest.approx(60 * 52.3 / 79.2, abs=1)
+    assert bars[1].count(".") == pytest.approx(60 * (1 - (20.5 + 7.5) / 79.2), abs=1)
 
 
 def test_a_rule_that_no_parameter_follows_is_no_difference():

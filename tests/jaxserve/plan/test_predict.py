@@ -12,7 +12,7 @@ from jaxserve.plan import model_catalog
 from jaxserve.plan.deployment import programs
 from jaxserve.plan.predict import count_parameters, predict, with_buckets
 from sharding import devices, specs
-from tests.jaxserve.plan.questions import BLOOM, GPT2, LLAMA, named, question
+from tests.jaxserve.plan.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
 
 TABLE = 201_088 * 2880 / 1e9  # of embeddings, which gpt-oss leaves out where it counts active parameters
 EMBED_SPLIT = {"vocab": None, "heads": None, "ffn": None, "embed": "tensor"}
@@ -126,6 +126,29 @@ def test_buckets_are_filled_with_decodes_and_then_prompts():
     )
     assert double.buckets[1].milliseconds == plan.buckets[1].milliseconds
     assert double.buckets[1].tokens_per_second == 2 * (plan.buckets[1].tokens_per_second or 0)
+
+
+def test_routers_are_whole_where_experts_are_split():
+    spec = specs.default("mixtral")
+    by_expert = {**spec.rules, "expert": "tensor", "ffn": None}
+    (stage,) = predict(question(MIXTRAL, replace(spec, rules=by_expert), tensor=4)).stages
+    found = {part.name: part.whole for part in stage.parameters}
+    assert found["layers.*.experts.router.kernel"]
+    assert not found["layers.*.experts.gate.kernel"]
+    whats = [each.what for each in stage.load.collectives or ()]
+    assert whats == ["embed", "layers.*.out", "layers.*.experts", "head"]
+    split = replace(spec, rules={**by_expert, "router": "tensor"})
+    assert not predict(question(MIXTRAL, split, tensor=4)).is_known
+
+
+def test_gathered_weights_take_memory_of_one_layer():
+    spec = specs.default("bloom")
+    split = replace(spec, rules={**spec.rules, "embed": "fsdp"})
+    plain, gathered = (
+        predict(question(BLOOM | {"vocab_size": 64}, each, mesh="fsdp=4")).stages[0].activations
+        for each in (split, replace(split, gather=("fsdp",)))
+    )
+    assert gathered - plain == pytest.approx(4 * 12 * 128 * 128, rel=0.03)  # less the logits, which come later
 
 
 @pytest.mark.parametrize("changed", [{"activations": {"tokens": "tensor"}}, {"rules": EMBED_SPLIT}])

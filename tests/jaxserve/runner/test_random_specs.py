@@ -1,7 +1,6 @@
 """Meshes and rules drawn from a seed: what a plan accepts gives the answers of one device."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve import models
+from benchmarks import drawn_specs
 from jaxserve.config import EngineConfig
 from jaxserve.plan.deployment import Deployment
 from jaxserve.plan.predict import predict
@@ -18,13 +17,6 @@ from tests.fixtures.traffic import Answers, run, traffic
 from tests.jaxserve.runner.test_meshes import CONFIG, config_of, make
 
 REQUESTS = 6
-MESHES = (
-    {"data": 2, "tensor": 4},
-    {"x": 2, "y": 2, "tensor": 2},
-    {"fsdp": 4, "tensor": 2},
-    {"stage": 2, "expert": 2, "tensor": 2},
-    {"context": 8},
-)
 SIZES = replace(CONFIG, slots=400, buckets=(16,), attention="xla", compilation_cache=None)
 
 
@@ -32,28 +24,9 @@ def drawn(seed: int, folder: Path) -> tuple[str, EngineConfig]:
     """A family, and a mesh and rules for it that a plan accepts."""
     rng = random.Random(seed)
     while True:
-        family, mesh = rng.choice(models.families()), rng.choice(MESHES)
-        default = specs.default(family)
-        free = [axis for axis in mesh if axis != "stage"]
-
-        def target(free: list[str] = free) -> str:
-            over = rng.sample(free, rng.choice((0, 1, 1, min(2, len(free)))))
-            return repr(over) if over else '"none"'
-
-        heads = target()
-        rules = {axis: target() for axis in default.rules} | {"heads": heads}
-        sections: Mapping[str, Mapping[str, object]] = {
-            "mesh": mesh,
-            "axes": rules,
-            "activations": {axis: target() for axis in ("tokens", "embed") if rng.random() < 0.3},
-            "gather": {"weights": target()} if rng.random() < 0.3 else {},
-            "pool": {"heads": target()} if rng.random() < 0.2 else {},
-            "pad": {"heads": "true", "vocab": "true"},
-        }
+        family, _ = each = drawn_specs.draw(rng)
         file = folder / f"{seed}.toml"
-        file.write_text(
-            "".join(f"{title}.{key} = {value}\n" for title, each in sections.items() for key, value in each.items())
-        )
+        file.write_text(each.text)
         try:
             config = replace(SIZES, sharding=str(file), scoring=bool(seed))
             predict(
@@ -62,7 +35,7 @@ def drawn(seed: int, folder: Path) -> tuple[str, EngineConfig]:
                     config=config_of(family, 2),
                     topology=devices.parse("v5p:2x2x2"),
                     engine=config,
-                    spec=spec.read(file, default),
+                    spec=spec.read(file, specs.default(family)),
                 )
             )
         except ValueError:

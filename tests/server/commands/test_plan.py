@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -97,6 +98,24 @@ def test_unknown_collectives_have_no_rate(capsys, tmp_path):
     assert all(line.endswith("unknown") and "%" not in line for line in map(str.rstrip, rates))
     assert cli.main(["simulate", "--rate", "5", *ASKED[1:], "--sharding", str(spec)]) == 2
     assert "the speed of this sharding is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_plan_is_compiled_for_cpus(capsys, tmp_path):
+    """Without the compiler of the topology, collectives that no plan predicts are known."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}'
+    )
+    spec = tmp_path / "tokens.toml"
+    spec.write_text('[activations]\ntokens = "tensor"\n')
+    asked = ["plan", "--model", str(tmp_path), "--topology", "v5e:2x2", "--tensor", "4", "--slots", "1024"]
+    assert cli.main([*asked, "--buckets", "8", "--sharding", str(spec), "--compile", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "Compiled for CPUs, bucket 8" in text
+    assert re.search(r"all-gather +unknown +[1-9]", text)
+    assert "attention" in text
+    assert cli.main([*asked[:5], "--tensor", "16", "--topology", "v5e:4x4", "--compile", "cpu", "--json"]) == 2
+    assert "jax has started with 8 CPU devices, and 16 are needed" in capsys.readouterr().err
 
 
 def test_a_search_is_printed_and_drawn(capsys, tmp_path):

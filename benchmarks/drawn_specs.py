@@ -1,0 +1,58 @@
+"""Draws a model family, a mesh and sharding rules from a seed, for what must hold for all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxserve import models
+from sharding import specs
+
+MESHES = (  # of eight devices
+    {"data": 2, "tensor": 4},
+    {"x": 2, "y": 2, "tensor": 2},
+    {"fsdp": 4, "tensor": 2},
+    {"stage": 2, "expert": 2, "tensor": 2},
+    {"context": 8},
+)
+
+
+class Draw(NamedTuple):
+    """A drawn family and the sections of a spec file for it, which may be impossible together."""
+
+    family: str
+    sections: Mapping[str, Mapping[str, object]]
+
+    @property
+    def text(self) -> str:
+        """The spec file."""
+        return "".join(
+            f"{title}.{key} = {value}\n" for title, each in self.sections.items() for key, value in each.items()
+        )
+
+
+def draw(rng: random.Random, *, whole: tuple[str, ...] = (), meshes: tuple[Mapping[str, int], ...] = MESHES) -> Draw:
+    """The next draw: every axis over none, one or two of the mesh's axes; some have gathers and rules of activations.
+
+    Args:
+      whole: logical axes that stay whole; with some, there are no gathers and no rules of activations.
+    """
+    family, mesh = rng.choice(models.families()), rng.choice(meshes)
+    free = [axis for axis in mesh if axis != "stage"]
+
+    def target() -> str:
+        over = rng.sample(free, rng.choice((0, 1, 1, min(2, len(free)))))
+        return repr(over) if over else '"none"'
+
+    heads = target()
+    rules = {axis: target() for axis in specs.default(family).rules} | {"heads": heads}
+    drawn: dict[str, Mapping[str, object]] = {
+        "mesh": mesh,
+        "axes": rules | {axis: '"none"' for axis in whole if axis in rules},
+        "activations": {axis: target() for axis in ("tokens", "embed") if rng.random() < 0.3},
+        "gather": {"weights": target()} if rng.random() < 0.3 else {},
+        "pool": {"heads": target()} if rng.random() < 0.2 else {},
+        "pad": {"heads": "true", "vocab": "true"},
+    }
+    return Draw(family, drawn | {"activations": {}, "gather": {}} if whole else drawn)

@@ -1,0 +1,68 @@
+"""Predicts the memory that one iteration takes beside weights, pool and row state."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from jaxserve.plan import collectives
+from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
+from sharding.spec import names
+from sharding.spec import parts as spec_parts
+
+
+def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
+    """Bytes on a device that one iteration needs beside its arguments, at its peak.
+
+    These are three hidden states, the widest inner state in float32 and its rounded copy, the gathered weights of a
+    layer and, in the last stage, the logits of this device and of all devices, which come after the last layer's
+    weights. With experts, the inner states may be those of `_expert_bytes`.
+    """
+    config, attention = stage.model.padded_config, stage.shape.attention
+    inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
+    item = attention.dtype.itemsize
+    widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, bucket))
+    tokens, gathered = bucket * 3 * config.hidden_size * item + widest, _gathered_bytes(stage, parts)
+    if not stage.is_last:
+        return tokens + gathered
+    rows = min(bucket, stage.shape.max_rows)
+    return tokens + max(gathered, 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0]))
+
+
+def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> int:
+    """Bytes of a layer's weights that are gathered to use them.
+
+    XLA's CPU compiler gathers all layers' at once, and copies the slice of a kernel that a part of "embed" meets.
+    """
+    layers: Counter[int] = Counter()
+    for part in parts.values():
+        over = [axis for target in part.partition for axis in names(target) if axis in stage.spec.gather]
+        if part.name.startswith("layers.") and over:
+            times = math.prod(stage.mesh.shape[axis] for axis in over)
+            layers[int(part.name.split(".")[1])] += part.nbytes * times if times > 1 else 0
+    if stage.platform != "cpu":
+        return max(layers.values(), default=0)
+    kernels = [part.nbytes for part in parts.values() if part.name.startswith("layers.") and len(part.local) == 2]
+    slices = spec_parts(stage.spec.activations.get("embed"), stage.mesh.shape)
+    return layers.total() + (max(kernels) // slices if slices > 1 else 0)
+
+
+def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
+    """Bytes of what the experts of a layer compute, at its peak; 0 without experts.
+
+    Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
+    token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
+    two projections in float32; on TPUs the ragged product widens int8 kernels, one stack at a time.
+    """
+    config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
+    stacks = [part.local for part in parts.values() if is_of_experts(part.axes) and len(part.local) == 3]
+    if not stacks:
+        return 0
+    inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
+    rows = bucket * config.experts_per_token
+    widened = max(map(math.prod, stacks)) * item if stage.int8 and stage.platform == "tpu" else 0
+    if stage.platform == "cpu":  # which takes the kernel of one expert at a time out of its stack
+        widened = max(math.prod(stack[1:]) for stack in stacks) * 4
+    return max(rows * 8 * config.hidden_size, rows * (8 * inner + config.hidden_size * item) + widened)

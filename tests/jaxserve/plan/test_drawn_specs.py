@@ -1,0 +1,69 @@
+"""Plans of drawn families, meshes and specs against what the compiler makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks import predictions
+from jaxserve.plan.compiled import CollectiveOp
+
+tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+def marked(seed: int) -> Any:
+    """Seed 7 is in every run, two more among the long tests, the others every week."""
+    return pytest.param(seed, marks=() if seed == 7 else pytest.mark.long if seed in (0, 4) else pytest.mark.weekly)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("seed", [marked(seed) for seed in range(40)])
+def test_bytes_and_collectives_are_as_predicted_or_unknown(seed: int) -> None:
+    found = predictions.compare(seed)
+    assert all(each.holds for each in found), predictions.largest_misses(found).rows
+    assert all(each.known for each in found) or seed % 2 == 0
+
+
+@pytest.mark.aot
+@tpu
+@pytest.mark.parametrize(
+    ("seed", "topology"),
+    [
+        pytest.param(seed, topology, marks=() if seed < 3 else pytest.mark.weekly)
+        for seed, topology in enumerate(predictions.TOPOLOGIES * 2)
+    ],
+)
+def test_tpus_too(seed: int, topology: str) -> None:
+    found = predictions.compare(seed, topology)
+    assert all(each.holds for each in found), predictions.largest_misses(found).rows
+
+
+def test_a_miss_is_no_hit() -> None:
+    """What `holds` would not let pass."""
+    one = [CollectiveOp("all-reduce", "f32[8]", 32, 3, 4)]
+    exact = predictions.Comparison(
+        seed=0,
+        draw=predictions.Draw("bloom", {"mesh": {"tensor": 4}}),
+        stage=0,
+        known=True,
+        kinds=(Counter({"all-reduce": 3}),) * 2,
+        payloads=(predictions.carried(one, 8, 4),) * 2,
+        nbytes=(1000, 1000),
+    )
+    assert exact.holds
+    more = predictions.carried([*one, one[0]._replace(kind="all-gather")], 8, 4)
+    assert more == {("all-reduce", 4): 96, ("all-gather", 4): 96}
+    for changed in (
+        {"nbytes": (1000, 1040)},
+        {"payloads": (exact.payloads[0], more)},
+        {"kinds": (Counter(), Counter(a=1))},
+    ):
+        assert not replace(exact, **changed).holds
+    assert replace(exact, known=False, payloads=(exact.payloads[0], more)).holds
+    unlike = replace(exact, seed=1, payloads=(exact.payloads[0], more))
+    assert unlike.links_apart == 0.5
+    assert [row[0] for row in predictions.largest_misses([exact, unlike], 1).rows] == ["1"]
