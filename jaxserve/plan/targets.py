@@ -53,8 +53,9 @@ def cpus(count: int) -> Sequence[Any]:
 
     Raises ValueError if jax has started with fewer.
     """
+    settings: Any = jax.config
     with contextlib.suppress(RuntimeError):  # jax has started, perhaps with enough of them
-        jax.config.update("jax_num_cpu_devices", count)
+        settings.update("jax_num_cpu_devices", max(count, settings.jax_num_cpu_devices))
     have = jax.devices("cpu")
     if len(have) < count:
         raise ValueError(

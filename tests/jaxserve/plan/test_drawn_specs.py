@@ -50,8 +50,8 @@ def test_a_miss_is_no_hit() -> None:
         draw=predictions.Draw("bloom", {"mesh": {"tensor": 4}}),
         stage=0,
         known=True,
-        kinds=(Counter({"all-reduce": 3}),) * 2,
-        payloads=(predictions.carried(one, 8, 4),) * 2,
+        kinds=(Counter({"all-reduce": 3}), Counter({"all-reduce": 3})),
+        payloads=(predictions.carried(one, 8, 4), predictions.carried(one, 8, 4)),
         nbytes=(1000, 1000),
     )
     assert exact.holds

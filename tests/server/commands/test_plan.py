@@ -104,7 +104,7 @@ def test_unknown_collectives_have_no_rate(capsys, tmp_path):
 def test_a_plan_is_compiled_for_cpus(capsys, tmp_path):
     """Without the compiler of the topology, collectives that no plan predicts are known."""
     (tmp_path / "config.json").write_text(
-        '{"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}'
+        '{"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 16, "vocab_size": 512, "n_positions": 64}'
     )
     spec = tmp_path / "tokens.toml"
     spec.write_text('[activations]\ntokens = "tensor"\n')
