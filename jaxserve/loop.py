@@ -102,7 +102,7 @@ class EngineLoop:
         """Schedule, pack and launch an iteration; False if nothing can run before one in flight completes."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
-        if self._host is not None and (copies := self.scheduler.take_copies()) is not None:
+        if self._host is not None and (copies := self.scheduler.fetches.take_copies()) is not None:
             self._host.start(copies)
         if plan is None:
             return False
@@ -137,7 +137,7 @@ class EngineLoop:
             return False
         landed = self._host.landed(wait=wait)
         for load, intact in landed:
-            self.scheduler.copied(load, intact=intact)
+            self.scheduler.fetches.landed(load, intact=intact)
         return bool(landed)
 
     def _note_starts(self, plan: IterationPlan) -> None:

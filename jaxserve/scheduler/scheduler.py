@@ -19,12 +19,12 @@ from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.drafting import Drafting
-from jaxserve.scheduler.host_cache import HostCopies, Load
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.order import ArrivalOrder, RequestOrder
 from jaxserve.scheduler.outputs import OutputProcessor, ScoredRange
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
+from jaxserve.scheduler.prefix_fetches import PrefixFetches
 from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, RequestState
@@ -47,17 +47,15 @@ class Scheduler:
 
     The loop: `plan = schedule()`, launch it, and `complete(plan, result)` in the order of launches. Up to `in_flight`
     plans (by default `n_stages + 1`) are in flight. With one stage they may hold the same rows, because the device
-    feeds a row's newest token back to itself. With more stages their rows are disjoint (Orca does not select RUNNING
-    requests).
+    feeds a row's newest token back to itself. With more stages their rows are disjoint, as in Orca.
 
     The request order admits requests, and prompts get the tokens that a plan has left in the same order. Decodes go
     before prompts. Within a tenant one key that never changes orders everything; tenants take turns (see `tenants`).
 
     The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
 
-    With a `fixed_chunk` a prompt is cut at multiples of it and nowhere else, so that its arithmetic does not depend on
-    the rest of the batch. A piece that does not fit an iteration waits for the next, and every plan asks for the same
-    sampler.
+    With a `fixed_chunk` a prompt is cut at its multiples alone, so that its arithmetic does not depend on the batch. A
+    piece that does not fit an iteration waits for the next, and every plan asks for the same sampler.
 
     Rows with a grammar are planned like others. `withdraw` removes the samples whose mask is late.
 
@@ -105,6 +103,7 @@ class Scheduler:
             rows_are_exclusive=self._exclusive,
             boundary=fixed_chunk,
         )
+        self.fetches = PrefixFetches(pool, self.requests)
         self.drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
         self.outputs_of: Callable[..., OutputProcessor] = OutputProcessor  # a simulation has a simpler one
@@ -154,10 +153,7 @@ class Scheduler:
         self.requests.add(state)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        """End a request now and release its blocks.
-
-        Returns its last event, or none if it is not live.
-        """
+        """End a request now and release its blocks; returns its last event, or none if it is not live."""
         state = self.requests.live.get(request_id)
         if state is None:
             return []
@@ -230,26 +226,6 @@ class Scheduler:
                 self.requests.preempted_has_landed(state)
         return events
 
-    def take_copies(self) -> HostCopies | None:
-        """The copies from and to the host to launch before the plan that `schedule` has just returned, if any."""
-        return None if self.pool.host is None else self.pool.host.take()
-
-    def copied(self, load: Load, *, intact: bool) -> None:
-        """Note that a copy from the host has landed.
-
-        Args:
-          intact: whether it is what had been stored; otherwise the block is forgotten, and computed again.
-        """
-        fetch = load.fetch
-        if fetch.is_cancelled:
-            return
-        fetch.pending -= 1
-        if not intact:
-            fetch.failed.add((load.group, load.place))
-        if not fetch.pending:
-            self.pool.fetched(fetch)
-            self.requests.fetched(fetch)
-
     def withdraw(self, chunks: Sequence[int]) -> None:
         """Withdraw the samples after these chunks of the newest plan.
 
@@ -313,12 +289,9 @@ class Scheduler:
             if requests.samples.defer_first(state):
                 continue
             prefix = requests.samples.shared_prefix(state)
-            if self.pool.host is not None and prefix is None and not state.has_fetched:
-                fetch = self.pool.fetch(state.allocation)
-                if fetch is not None:
-                    requests.wait_for(fetch)
-                    rows -= 1
-                    continue
+            if prefix is None and self.fetches.begin(state):
+                rows -= 1
+                continue
             if not self.pool.can_admit(state.allocation, prefix):
                 break
             requests.waiting.pop()
@@ -407,20 +380,12 @@ class Scheduler:
         allocation = state.allocation
         self.pool.trim(allocation, state.computed)
         index = len(allocation.blocks)
-        while self.requests.fetching and self.pool.shortage(allocation, length):
-            self._cancel_fetch()
+        self.fetches.make_room(allocation, length)
         victims = self.pool.extend(allocation, length, self.requests.victims())
         plan.change_table(state, index)
         for victim in victims:
             self.requests.preempt(victim)
             self.preemptions += 1
-
-    def _cancel_fetch(self) -> None:
-        """Take the blocks of the newest fetch. Copies that are launched do no harm: the device runs in order."""
-        fetch = next(reversed(self.requests.fetching))
-        fetch.is_cancelled = True
-        self.pool.release(fetch.holder)
-        self.requests.fetched(fetch)
 
     def _end(self, state: RequestState) -> None:
         self.requests.end(state)

@@ -329,7 +329,7 @@ class SimulatedReplica:
         while self._now < until:
             self._admit_submitted()
             for load in self._copies.landed(self._now):
-                self.scheduler.copied(load, intact=True)
+                self.scheduler.fetches.landed(load, intact=True)
             while len(self._launched) < self._in_flight and (plan := self._schedule()) is not None:
                 self._now += self._host.launch
                 landing = self._device.launch(plan, self._now)
@@ -354,7 +354,7 @@ class SimulatedReplica:
 
     def _schedule(self) -> IterationPlan | None:
         plan = self.scheduler.schedule()
-        if (copies := self.scheduler.take_copies()) is not None:
+        if (copies := self.scheduler.fetches.take_copies()) is not None:
             self._copies.start(copies, self._now)
         return plan
 

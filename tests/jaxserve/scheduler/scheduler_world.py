@@ -165,7 +165,7 @@ class World:
         closing = scheduler.requests.num_finishing
         oldest = next((state for state in live if state.phase == Phase.RUNNING), None)
         plan = scheduler.schedule()
-        if (copies := scheduler.take_copies()) is not None:
+        if (copies := scheduler.fetches.take_copies()) is not None:
             loaded = self.device.copy(copies)
             self.copying += zip(copies.loads, loaded, strict=True)
         assert oldest is None or oldest.phase in (Phase.RUNNING, Phase.FINISHING), "the oldest request was preempted"
@@ -344,7 +344,7 @@ class World:
     def land(self, count: int) -> None:
         """The oldest copies from the host land."""
         for load, intact in self.copying[:count]:
-            self.scheduler.copied(load, intact=intact)
+            self.scheduler.fetches.landed(load, intact=intact)
         del self.copying[:count]
 
     def step(self) -> bool:

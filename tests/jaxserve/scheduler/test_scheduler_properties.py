@@ -198,7 +198,7 @@ def test_a_crowd_with_a_host_cache(windows, n_stages, seed):
     assert cache.loaded_blocks > cache.corrupt_blocks
     assert cache.bytes_used == len(cache) == len(world.device.host) <= host
     world.scheduler.flush_prefix_cache()
-    copies = world.scheduler.take_copies()
+    copies = world.scheduler.fetches.take_copies()
     assert copies is not None
     world.device.copy(copies)
     assert not world.device.host

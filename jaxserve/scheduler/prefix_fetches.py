@@ -1,0 +1,59 @@
+"""The scheduler's part of a host cache: requests wait for prefixes that are on their way to the devices."""
+
+from __future__ import annotations
+
+from jaxserve.scheduler.block_allocation import BlockAllocation
+from jaxserve.scheduler.cache_groups import GroupedPool
+from jaxserve.scheduler.host_cache import HostCopies, Load
+from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.requests import RequestTable
+from jaxserve.scheduler.state import RequestState
+
+
+class PrefixFetches:
+    """Brings prefixes back from the host, and takes their blocks again where requests need them.
+
+    Without a host cache it does nothing.
+    """
+
+    def __init__(self, pool: SlotPool | GroupedPool, requests: RequestTable) -> None:
+        self._pool = pool
+        self._requests = requests
+
+    def take_copies(self) -> HostCopies | None:
+        """The copies from and to the host to launch before the plan that `schedule` has just returned, if any."""
+        return None if self._pool.host is None else self._pool.host.take()
+
+    def begin(self, state: RequestState) -> bool:
+        """Whether the first request of the queue has left it to wait for its prefix, once each time that it waits."""
+        if self._pool.host is None or state.has_fetched:
+            return False
+        fetch = self._pool.fetch(state.allocation)
+        if fetch is None:
+            return False
+        self._requests.wait_for(fetch)
+        return True
+
+    def landed(self, load: Load, *, intact: bool) -> None:
+        """Note that a copy from the host has landed.
+
+        Args:
+          intact: whether it is what had been stored; otherwise the block is forgotten, and computed again.
+        """
+        fetch = load.fetch
+        if fetch.is_cancelled:
+            return
+        fetch.pending -= 1
+        if not intact:
+            fetch.failed.add((load.group, load.place))
+        if not fetch.pending:
+            self._pool.fetched(fetch)
+            self._requests.fetched(fetch)
+
+    def make_room(self, allocation: BlockAllocation, length: int) -> None:
+        """Give up fetches, the newest first, while the pool lacks blocks for an allocation's first `length` tokens."""
+        while self._requests.fetching and self._pool.shortage(allocation, length):
+            fetch = next(reversed(self._requests.fetching))
+            fetch.is_cancelled = True  # copies that are launched do no harm: the device runs in order
+            self._pool.release(fetch.holder)
+            self._requests.fetched(fetch)
