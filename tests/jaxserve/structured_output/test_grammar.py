@@ -46,7 +46,7 @@ def test_what_it_is_called_does_not_tell_grammars_apart() -> None:
         ({"type": "json_schema"}, "has a NoneType for a JSON schema"),
         ({"type": "json_schema", "value": [1]}, "has a list for a JSON schema"),
         ({"type": "json_schema", "value": "{"}, "is no JSON"),
-        ({"type": "json_schema", "value": "[" * 50_000}, "is nested too deeply"),
+        ({"type": "json_schema", "value": "[" * 50_000}, "is nested too deeply|is no JSON"),  # by Python's version
         ({"type": "json_schema", "value": {"a": float("nan")}}, "is no JSON"),
         ({"type": "json_schema", "value": {"a": object()}}, "is no JSON"),
         ({"type": "json_schema", "value": {"a": "x" * MAX_GRAMMAR_BYTES}}, "has 65544 bytes; at most 65536"),
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_told_by_name(given, told) -> None:
         parse_sampling({"grammar": given})
     assert refusal.value.field == "grammar"
     assert str(refusal.value).startswith("grammar: ")
-    assert told in str(refusal.value)
+    assert any(each in str(refusal.value) for each in told.split("|"))
     assert len(str(refusal.value)) < 300
 
 
