@@ -106,8 +106,8 @@ class EngineConfig:
     # See scheduler.host_cache.
     host_cache: int | None = param(
         None,
-        "host memory, for all replicas, that keeps cached blocks which the devices have no room for; they come back "
-        "when a prompt begins with them",
+        "host memory, of all replicas together, for cached blocks that are evicted from the devices; they are copied "
+        "back when a prompt begins with them",
         default_help="none",
         minimum=1,
         metavar="64GiB",

@@ -11,7 +11,7 @@ from jaxserve.scheduler.state import RequestState
 
 
 class PrefixFetches:
-    """Brings prefixes back from the host, and takes their blocks again where requests need them.
+    """Copies prefixes back from the host, and cancels copies whose blocks running requests need.
 
     Without a host cache it does nothing.
     """
@@ -50,8 +50,8 @@ class PrefixFetches:
             self._pool.fetched(fetch)
             self._requests.fetched(fetch)
 
-    def make_room(self, allocation: BlockAllocation, length: int) -> None:
-        """Give up fetches, the newest first, while the pool lacks blocks for an allocation's first `length` tokens."""
+    def cancel_for(self, allocation: BlockAllocation, length: int) -> None:
+        """Cancel fetches, the newest first, while the pool lacks blocks for an allocation's first `length` tokens."""
         while self._requests.fetching and self._pool.shortage(allocation, length):
             fetch = next(reversed(self._requests.fetching))
             fetch.is_cancelled = True  # copies that are launched do no harm: the device runs in order

@@ -380,7 +380,7 @@ class Scheduler:
         allocation = state.allocation
         self.pool.trim(allocation, state.computed)
         index = len(allocation.blocks)
-        self.fetches.make_room(allocation, length)
+        self.fetches.cancel_for(allocation, length)
         victims = self.pool.extend(allocation, length, self.requests.victims())
         plan.change_table(state, index)
         for victim in victims:
