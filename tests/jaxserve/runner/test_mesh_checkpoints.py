@@ -28,6 +28,22 @@ EXPERTS = (
     'mesh = {expert = 2, tensor = 4}\naxes = {expert = "expert", vocab = ["tensor", "expert"]}\npad.vocab = true\n'
 )
 
+PADDED = "[pad]\nheads = true\nvocab = true\nffn = true\n"
+
+
+def read(entries: dict[str, Any], saved: str, rules: str, folder: Path, **settings: Any) -> tuple[Any, Any, Any, Any]:
+    """(model, its whole parameters, the stages of an engine with these rules, the parameters as they are placed)."""
+    path = parity.write_checkpoint(folder / "model", entries, parity.draw_for(entries))
+    model, dtype = models.build(weights.read_config(path)), jnp.dtype("float32")
+    whole = weights.load(path, model, dtype)
+    if saved == "orbax":
+        weights.convert(path, folder / "saved")
+        path = folder / "saved"
+    (folder / "rules.toml").write_text(rules)
+    config = EngineConfig(dtype="float32", sharding=str(folder / "rules.toml"), **settings)
+    (stages,), _ = startup.replica_programs(config, model)
+    return model, whole, stages, weights.load(path, stages[0].model, dtype, place=placement(stages))
+
 
 @pytest.mark.parametrize("saved", ["hugging face", "orbax"])
 @pytest.mark.parametrize(
@@ -42,17 +58,8 @@ EXPERTS = (
 def test_every_device_reads_its_part(
     family: str, changes: dict[str, Any], rules: str, saved: str, tmp_path: Path
 ) -> None:
-    entries = {"model_type": family, "n_layer": 2, "num_hidden_layers": 2, **SIZES, **changes}
-    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw_for(entries))
-    model, dtype = models.build(weights.read_config(path)), jnp.dtype("float32")
-    whole = weights.load(path, model, dtype)
-    if saved == "orbax":
-        weights.convert(path, tmp_path / "saved")
-        path = tmp_path / "saved"
-    (tmp_path / "rules.toml").write_text(rules)
-    config = EngineConfig(dtype="float32", sharding=str(tmp_path / "rules.toml"))
-    (stages,), _ = startup.replica_programs(config, model)
-    params = weights.load(path, stages[0].model, dtype, place=placement(stages))
+    entries = {"n_layer": 2, "num_hidden_layers": 2, "model_type": family, **SIZES, **changes}
+    model, whole, stages, params = read(entries, saved, rules, tmp_path)
     held = weights.unpadded(stages[0].model, params)
     jax.tree.map(np.testing.assert_array_equal, held, whole)
     for stage in stages:
@@ -63,6 +70,31 @@ def test_every_device_reads_its_part(
 def _same_sharding(wanted: jax.ShapeDtypeStruct, leaf: jax.Array) -> None:
     assert leaf.sharding == wanted.sharding
     assert leaf.shape == wanted.shape
+
+
+@pytest.mark.parametrize("saved", ["hugging face", "orbax"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bloom", {}),
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("bloom", {"tie_word_embeddings": False, "n_head": 7, "hidden_size": 28, "vocab_size": 103}),
+        ("gpt2", {"n_head": 7, "n_embd": 28, "vocab_size": 103, "n_inner": 31}),
+    ],
+)
+def test_padded_parts_are_read_to_where_they_are_used(
+    family: str, changes: dict[str, Any], saved: str, tmp_path: Path
+) -> None:
+    entries = {"model_type": family, "n_layer": 3, **SIZES, **changes}
+    model, whole, stages, params = read(entries, saved, PADDED, tmp_path, tensor=2, stages=2)
+    for stage in stages:
+        part = model.part(params, stage.layers)
+        expected = jax.tree.leaves(model.part(whole, stage.layers))
+        for wanted, leaf, value in zip(jax.tree.leaves(stage.params()), jax.tree.leaves(part), expected, strict=True):
+            missing = [(0, size - have) for size, have in zip(wanted.shape, value.shape, strict=True)]
+            np.testing.assert_array_equal(leaf, np.pad(value, missing))
+            is_table = model.config.tie_embeddings and wanted.shape[0] == stage.model.padded_config.vocab_size
+            assert leaf.sharding == wanted.sharding or (is_table and stage.is_last)
 
 
 @pytest.mark.long

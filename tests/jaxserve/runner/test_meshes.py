@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import models, startup, weights
+from jaxserve import models, startup
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
 from jaxserve.request import Request
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.sharded_parameters import placement
 from jaxserve.sampling_params import SamplingParams
-from tests.fixtures import parity
 from tests.fixtures.tiny import VOCAB
 from tests.fixtures.traffic import Answers, run, traffic
 
@@ -235,38 +233,6 @@ def test_a_stage_holds_its_layers_and_no_more(six) -> None:
     assert six.report.layers_per_stage == (1, 1, 2)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params_of("bloom", 4)))
     assert whole < six.report.weight_bytes < 1.3 * whole  # the token table twice; norms and some biases on both devices
-
-
-@pytest.mark.parametrize("saved", ["hugging face", "orbax"])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("bloom", {}),
-        ("gpt2", {"tie_word_embeddings": False}),
-        ("bloom", {"tie_word_embeddings": False, "n_head": 7, "hidden_size": 28, "vocab_size": 103}),
-        ("gpt2", {"n_head": 7, "n_embd": 28, "vocab_size": 103, "n_inner": 31}),
-    ],
-)
-def test_checkpoints_are_read_to_where_they_are_used(family, changes, saved, tmp_path) -> None:
-    entries = {"model_type": family, "n_layer": 3, **SIZES, **changes}
-    path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw_for(entries))
-    model, dtype = models.build(weights.read_config(path)), jnp.dtype("float32")
-    whole = weights.load(path, model, dtype)
-    if saved == "orbax":
-        weights.convert(path, tmp_path / "saved")
-        path = tmp_path / "saved"
-    (tmp_path / "pad.toml").write_text("[pad]\nheads = true\nvocab = true\nffn = true\n")
-    config = EngineConfig(tensor=2, stages=2, dtype="float32", sharding=str(tmp_path / "pad.toml"))
-    (stages,), _ = startup.replica_programs(config, model)
-    params = weights.load(path, stages[0].model, dtype, place=placement(stages))
-    for stage in stages:
-        part = model.part(params, stage.layers)
-        expected = jax.tree.leaves(model.part(whole, stage.layers))
-        for wanted, leaf, value in zip(jax.tree.leaves(stage.params()), jax.tree.leaves(part), expected, strict=True):
-            missing = [(0, size - have) for size, have in zip(wanted.shape, value.shape, strict=True)]
-            np.testing.assert_array_equal(leaf, np.pad(value, missing))
-            is_table = model.config.tie_embeddings and wanted.shape[0] == stage.model.padded_config.vocab_size
-            assert leaf.sharding == wanted.sharding or (is_table and stage.is_last)
 
 
 def test_iterations_in_flight_and_token_feedback(six, monkeypatch) -> None:
