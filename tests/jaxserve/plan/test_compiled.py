@@ -57,7 +57,7 @@ COMBINATIONS = {
     ],
 )
 def test_bytes_within_3_percent_and_collectives_equal(deployment):
-    plan = predict(deployment)
+    plan = predict(replace(deployment, on_cpus=True))
     stages = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
     assert len(stages) == deployment.engine.stages
     for predicted, found in zip(plan.stages, stages, strict=True):
@@ -82,7 +82,7 @@ def payloads(deployment, collectives) -> Counter[tuple[str, int]]:
 @pytest.mark.long
 def test_a_split_embedding_is_left_to_the_compiler():
     deployment = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
-    plan = predict(deployment)
+    plan = predict(replace(deployment, on_cpus=True))
     assert plan.stages[0].load.collectives is None
     (stage,) = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
     assert stage.total == pytest.approx(plan.stages[0].total, rel=0.03)
@@ -185,7 +185,7 @@ gpu = pytest.mark.skipif(not GPU, reason="no CUDA wheels are installed; pip inst
 def test_collectives_are_those_of_accelerators(topology):
     sizes = {"slots": 2**17, "dtype": "bfloat16", "attention": "auto"}
     deployment = question(BLOOM | {"hidden_size": 1024}, topology=topology, tensor=4, **sizes)
-    plan = predict(deployment)
+    plan = predict(replace(deployment, on_cpus=True))
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
@@ -225,7 +225,7 @@ def test_published_models_compile_for_accelerators(name, topology):
     deployment = named(name, topology, **settings)
     windows = tuple(dict.fromkeys(deployment.config.windows)) * 2
     deployment = replace(deployment, config=replace(deployment.config, num_layers=2, windows=windows[:2]))
-    plan = predict(deployment)
+    plan = predict(replace(deployment, on_cpus=True))
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
@@ -248,7 +248,7 @@ def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
     """No kernel of experts and no table is copied, and memory is what is predicted, padding included."""
     settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4}
     deployment = question(entries | sizes, topology="v6e:2x2", **settings)
-    plan = predict(deployment)
+    plan = predict(replace(deployment, on_cpus=True))
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert not stage.surprises
     assert stage.temporaries < 16 * 2**20
@@ -273,7 +273,7 @@ def test_what_experts_compute_is_predicted(topology, quantize, bucket):
     sizes = {"hidden_size": 2048, "intermediate_size": 3584, "num_local_experts": 8}
     settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4, "quantize": quantize}
     deployment = question(MIXTRAL | sizes, topology=topology, buckets=(bucket,), **settings)
-    plan = predict(deployment)
+    plan = predict(replace(deployment, on_cpus=True))
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert stage.temporaries > (0.1 if bucket == 4096 else 0.02) * stage.total
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
