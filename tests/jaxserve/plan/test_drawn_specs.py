@@ -25,7 +25,8 @@ def marked(seed: int) -> Any:
 def test_bytes_and_collectives_are_as_predicted_or_unknown(seed: int) -> None:
     found = predictions.compare(seed)
     assert all(each.holds for each in found), predictions.largest_misses(found).rows
-    assert all(each.known for each in found) or seed % 2 == 0
+    # A pool over other devices than the heads makes exchanges that a plan does not foresee.
+    assert all(each.known for each in found) or seed % 2 == 0 or found[0].draw.sections["pool"]
 
 
 @pytest.mark.aot
