@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.plan.cost import Roofline
+from jaxserve.planning.cost import Roofline
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.virtual_clock import Arrival
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.plan.predict import predict
+from jaxserve.planning.predict import predict
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing

@@ -16,10 +16,10 @@ import numpy as np
 
 from benchmarks import fastertransformer
 from jaxserve.config import EngineConfig
-from jaxserve.plan import model_catalog
-from jaxserve.plan.cost import Fit, Roofline
-from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.predict import Plan, predict
+from jaxserve.planning import model_catalog
+from jaxserve.planning.cost import Fit, Roofline
+from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.predict import Plan, predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxserve.iteration import IterationPlan
-from jaxserve.plan.predict import predict
+from jaxserve.planning.predict import predict
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.simulate.outcome import Distribution, Outcome

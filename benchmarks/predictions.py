@@ -14,12 +14,12 @@ from typing import Any
 from benchmarks.drawn_specs import Draw, draw
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.plan import compiled, targets
-from jaxserve.plan.compiled import CollectiveOp
-from jaxserve.plan.cost import Collective
-from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.predict import predict
-from jaxserve.plan.tables import UNKNOWN, Section, size
+from jaxserve.planning import compiled, targets
+from jaxserve.planning.compiled import CollectiveOp
+from jaxserve.planning.cost import Collective
+from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.predict import predict
+from jaxserve.planning.tables import UNKNOWN, Section, size
 from server.commands import console
 from sharding import devices, spec, specs
 from sharding.spec import ShardingSpec

@@ -17,7 +17,7 @@ from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
-from jaxserve.plan.predict import with_buckets
+from jaxserve.planning.predict import with_buckets
 from jaxserve.runner import cache_folder, kv_cache, native_kernels
 from jaxserve.runner.draft_model import DraftModel, check_draft_model, draft_runner
 from jaxserve.runner.host_blocks import DEVICE_BYTES, HostBlocks, block_bytes

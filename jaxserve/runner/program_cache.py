@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("jaxserve", "sharding", "pallas_kernels")
-_NOT_TRACED = tuple(f"jaxserve/{package}" for package in ("demo", "multihost", "plan", "simulate"))
+_NOT_TRACED = tuple(f"jaxserve/{package}" for package in ("demo", "multihost", "planning", "simulate"))
 _SUFFIXES = {".py", ".json", ".toml", ".cc", ".h"}
 _VERSIONS = ("jax", "jaxlib", "flax", "numpy")
 _NOT_COMPILED = re.compile("_cache|_address")  # jax settings that do not affect programs

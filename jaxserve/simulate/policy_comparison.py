@@ -14,9 +14,9 @@ import numpy as np
 from rich.console import Console
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan import drawing
-from jaxserve.plan.predict import Plan
-from jaxserve.plan.tables import table
+from jaxserve.planning import drawing
+from jaxserve.planning.predict import Plan
+from jaxserve.planning.tables import table
 from jaxserve.simulate.outcome import Distribution, GapCounts, ShortOutcome
 from jaxserve.simulate.system import (
     Objective,

@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan import drawing
-from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.search import Candidate, search
-from jaxserve.plan.tables import table
+from jaxserve.planning import drawing
+from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.search import Candidate, search
+from jaxserve.planning.tables import table
 from jaxserve.scheduler.buckets import LARGEST_DEFAULT
 from jaxserve.simulate.ladder import best_ladder
 from jaxserve.simulate.outcome import Distribution

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
-from jaxserve.plan.cost import Roofline
+from jaxserve.planning.cost import Roofline
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.factory import make_scheduler

@@ -113,7 +113,7 @@ def check_output(flag: str, file: Path | None, *, is_picture: bool = False) -> N
     if is_picture and file.suffix.lower() not in _PICTURES:
         raise UserError(f"{flag} {file} must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
     if is_picture:
-        from jaxserve.plan import drawing
+        from jaxserve.planning import drawing
 
         if not drawing.is_installed():
             raise UserError(f"{flag} {file}: {drawing.MISSING}")

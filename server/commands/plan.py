@@ -14,9 +14,9 @@ from rich.console import Console
 from server.commands import console, flags
 
 if TYPE_CHECKING:
-    from jaxserve.plan.compiled import CompiledStage
-    from jaxserve.plan.deployment import Deployment
-    from jaxserve.plan.predict import Plan
+    from jaxserve.planning.compiled import CompiledStage
+    from jaxserve.planning.deployment import Deployment
+    from jaxserve.planning.predict import Plan
 
 HELP = """\
 Predicts bytes, slots, collectives and milliseconds of a model on devices that this machine need not have.
@@ -81,8 +81,8 @@ def make_deployment(args: argparse.Namespace, *, context: int = 1024) -> Deploym
     if args.sharding == "default":
         args = _with_spec(args, "default")
     topology, engine = devices.parse(args.topology), flags.engine_config(args)
-    from jaxserve.plan import model_catalog
-    from jaxserve.plan.deployment import Deployment
+    from jaxserve.planning import model_catalog
+    from jaxserve.planning.deployment import Deployment
 
     name, config = model_catalog.find(args.model)
     return Deployment(
@@ -117,7 +117,7 @@ def _label(file: str | None) -> str:
 
 
 def _plan(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
-    from jaxserve.plan import comparison, plan_page, plan_report
+    from jaxserve.planning import comparison, plan_page, plan_report
 
     labels = _label(args.sharding), _label(args.against)
     try:
@@ -160,8 +160,8 @@ def _predict(
 
     Without `always`, a plan with known collectives is not compiled.
     """
-    from jaxserve.plan import compiled, targets
-    from jaxserve.plan.predict import predict
+    from jaxserve.planning import compiled, targets
+    from jaxserve.planning.predict import predict
 
     plan = predict(deployment)
     if args.compile is None or (plan.is_known and not always):
@@ -175,7 +175,7 @@ def _predict(
 
 
 def _search(args: argparse.Namespace, deployment: Deployment, out: Console) -> dict[str, Any]:
-    from jaxserve.plan import search
+    from jaxserve.planning import search
 
     with console.progress_bars() as progress:
         found, left_out = search.search(deployment, progress)

@@ -115,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     deployment, objective = make_deployment(args), args.slo
     workload = (_synthetic if args.trace is None else read_trace)(args, deployment.max_context)
-    from jaxserve.plan import plan_report
-    from jaxserve.plan.cost import calibration
-    from jaxserve.plan.predict import predict
+    from jaxserve.planning import plan_report
+    from jaxserve.planning.cost import calibration
+    from jaxserve.planning.predict import predict
     from jaxserve.simulate import policy_comparison
 
     plan = predict(deployment)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan import compiled, model_catalog, targets
-from jaxserve.plan.deployment import Deployment, programs
+from jaxserve.planning import compiled, model_catalog, targets
+from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
 from pallas_kernels.gpu import grouped

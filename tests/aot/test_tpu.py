@@ -17,9 +17,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.plan import compiled, model_catalog, targets
-from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.predict import predict
+from jaxserve.planning import compiled, model_catalog, targets
+from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.predict import predict
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
 from pallas_kernels.tpu.layout import round_up

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import fastertransformer
 from benchmarks.orca import SETUPS, fitted
-from jaxserve.plan.cost import Roofline, Seconds
+from jaxserve.planning.cost import Roofline, Seconds
 from jaxserve.simulate.virtual_clock import Arrival
 
 

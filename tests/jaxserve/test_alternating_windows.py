@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve import models
 from jaxserve.engine import Engine
-from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.predict import predict
+from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.predict import predict
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.cache_groups import CacheGroups

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.plan import drawing
+from jaxserve.planning import drawing
 from jaxserve.simulate.outcome import Distribution, Outcome
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.models.schema import ModelConfig
-from jaxserve.plan import model_catalog
+from jaxserve.planning import model_catalog
 
 # The entries of a Hugging Face config.json.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import models
-from jaxserve.plan import model_catalog
+from jaxserve.planning import model_catalog
 
 DEFAULTS = json.loads((Path(__file__).parents[2] / "fixtures" / "defaults.json").read_text())
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import drawn_specs
 from jaxserve.config import EngineConfig
-from jaxserve.plan.deployment import Deployment
-from jaxserve.plan.predict import predict
+from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.predict import predict
 from sharding import devices, spec, specs
 from tests.fixtures.traffic import Answers, run, traffic
 from tests.jaxserve.runner.test_meshes import CONFIG, config_of, make

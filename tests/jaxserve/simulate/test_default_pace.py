@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.orca import SETUPS
-from jaxserve.plan.cost import FITS
+from jaxserve.planning.cost import FITS
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy

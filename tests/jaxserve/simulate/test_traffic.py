@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan.cost import calibration
+from jaxserve.planning.cost import calibration
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.simulate import policy_comparison

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxserve.plan import drawing
+from jaxserve.planning import drawing
 from jaxserve.simulate.outcome import Outcome
 from server.commands import cli
 from server.commands.bench import report
@@ -29,5 +29,5 @@ def test_a_benchmark_goes_on_without_its_picture(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_that_draws_imports_it() -> None:
-    names = "jaxserve.plan.search, jaxserve.simulate.sizing, jaxserve.simulate.policy_comparison"
+    names = "jaxserve.planning.search, jaxserve.simulate.sizing, jaxserve.simulate.policy_comparison"
     subprocess.run([sys.executable, "-c", f"import sys; sys.modules['matplotlib'] = None; import {names}"], check=True)

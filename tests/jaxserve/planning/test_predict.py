@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.plan import model_catalog
-from jaxserve.plan.deployment import programs
-from jaxserve.plan.predict import count_parameters, predict, with_buckets
+from jaxserve.planning import model_catalog
+from jaxserve.planning.deployment import programs
+from jaxserve.planning.predict import count_parameters, predict, with_buckets
 from sharding import devices, specs
-from tests.jaxserve.plan.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
+from tests.jaxserve.planning.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
 
 TABLE = 201_088 * 2880 / 1e9  # of embeddings, which gpt-oss leaves out where it counts active parameters
 EMBED_SPLIT = {"vocab": None, "heads": None, "ffn": None, "embed": "tensor"}
@@ -236,9 +236,9 @@ def test_a_model_is_found_by_name_file_or_directory(tmp_path):
 
 def test_no_device_is_started():
     program = """
-from tests.jaxserve.plan.questions import BLOOM, question
-from jaxserve.plan.deployment import programs
-from jaxserve.plan.predict import count_parameters, predict, with_buckets
+from tests.jaxserve.planning.questions import BLOOM, question
+from jaxserve.planning.deployment import programs
+from jaxserve.planning.predict import count_parameters, predict, with_buckets
 from jax._src import xla_bridge
 predict(question(BLOOM, tensor=4))
 print(list(xla_bridge._backends))
@@ -276,7 +276,7 @@ def test_larger_buckets_take_little_memory(monkeypatch):
     )
     assert large.deployment.buckets[-1] == 4096
     assert large.slots > 0.98 * small.slots
-    monkeypatch.setattr("jaxserve.plan.predict._ACTIVATION_SHARE", 1 / 512)
+    monkeypatch.setattr("jaxserve.planning.predict._ACTIVATION_SHARE", 1 / 512)
     held = predict(named("gpt3-13b", "h100:1", max_rows=64))
     assert held.deployment.buckets[-1] == 512
     assert "1,024 would take too much memory" in held.buckets_reason

@@ -9,9 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxserve.plan.plan_report import bottleneck, headline, spec_lines
-from jaxserve.plan.predict import Plan
-from jaxserve.plan.tables import Section, as_json
+from jaxserve.planning.plan_report import bottleneck, headline, spec_lines
+from jaxserve.planning.predict import Plan
+from jaxserve.planning.tables import Section, as_json
 
 
 def write(path: Path, plan: Plan, values: dict[str, Any], tables: Sequence[Section]) -> None:
@@ -21,7 +21,7 @@ def write(path: Path, plan: Plan, values: dict[str, Any], tables: Sequence[Secti
       values: the result of `plan_report.plan_json`, for the diagrams.
       tables: the tables below the diagrams.
     """
-    text = resources.files("jaxserve.plan").joinpath("page.html").read_text(encoding="utf-8")
+    text = resources.files("jaxserve.planning").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(values | {"lines": spec_lines(plan), "tables": as_json(tuple(tables))})
     data = data.replace("</", "<\\/")  # a script element ends at the first </script>
     marks = {"HEADLINE": html.escape(headline(plan)), "SUMMARY": html.escape(bottleneck(plan)), "PLAN": data}

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxserve.config import EngineConfig
-from jaxserve.plan import drawing
-from jaxserve.plan.deployment import Deployment, model_of
-from jaxserve.plan.plan_report import times
-from jaxserve.plan.predict import Plan, predict
-from jaxserve.plan.tables import as_json, table
+from jaxserve.planning import drawing
+from jaxserve.planning.deployment import Deployment, model_of
+from jaxserve.planning.plan_report import times
+from jaxserve.planning.predict import Plan, predict
+from jaxserve.planning.tables import as_json, table
 from jaxserve.weights.int8_weights import is_quantized
 from jaxserve.weights.naming import parameters
 from sharding.spec import PADDABLE, ShardingSpec

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.plan.plan_report import padding, parameters_of, partition
-from jaxserve.plan.predict import Plan, StagePlan
-from jaxserve.plan.tables import UNKNOWN, Section, number, shape, size
+from jaxserve.planning.plan_report import padding, parameters_of, partition
+from jaxserve.planning.predict import Plan, StagePlan
+from jaxserve.planning.tables import UNKNOWN, Section, number, shape, size
 from sharding.spec import shown
 
 

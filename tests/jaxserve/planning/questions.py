@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.plan import model_catalog
-from jaxserve.plan.deployment import Deployment
+from jaxserve.planning import model_catalog
+from jaxserve.planning.deployment import Deployment
 from sharding import devices, specs
 from sharding.spec import ShardingSpec
 

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from jaxserve.plan import cost
-from jaxserve.plan.predict import predict
+from jaxserve.planning import cost
+from jaxserve.planning.predict import predict
 from jaxserve.runner import matmul
 from pallas_kernels.gpu import grouped
-from tests.jaxserve.plan.questions import named
+from tests.jaxserve.planning.questions import named
 
 
 @pytest.fixture(scope="module")
@@ -96,5 +96,5 @@ def test_the_parts_add_up_to_the_time(roofline):
 
 
 def test_no_jax_is_needed():
-    program = "import sys, jaxserve.plan.cost; print('jax' in sys.modules)"
+    program = "import sys, jaxserve.planning.cost; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"

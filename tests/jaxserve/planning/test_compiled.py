@@ -9,11 +9,11 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxserve.plan import compiled, targets
-from jaxserve.plan.cost import Collective
-from jaxserve.plan.predict import predict
+from jaxserve.planning import compiled, targets
+from jaxserve.planning.cost import Collective
+from jaxserve.planning.predict import predict
 from sharding import specs
-from tests.jaxserve.plan.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRAL, NEOX, OPT, named, question
+from tests.jaxserve.planning.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRAL, NEOX, OPT, named, question
 
 B, G = specs.default("bloom"), specs.default("gpt2")
 L = specs.default("llama")

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from jaxserve.plan.compiled import KINDS, CompiledStage, count_kinds
-from jaxserve.plan.cost import FITS, Collective, Parts, Seconds, calibration
-from jaxserve.plan.predict import REQUEST, Plan
-from jaxserve.plan.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
+from jaxserve.planning.compiled import KINDS, CompiledStage, count_kinds
+from jaxserve.planning.cost import FITS, Collective, Parts, Seconds, calibration
+from jaxserve.planning.predict import REQUEST, Plan
+from jaxserve.planning.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter
 from sharding import axes
 from sharding.spec import Rules, shown

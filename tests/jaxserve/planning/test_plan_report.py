@@ -10,11 +10,11 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxserve.plan import comparison, plan_page, plan_report, search
-from jaxserve.plan.compiled import CollectiveOp, CompiledStage, with_compiled
-from jaxserve.plan.predict import predict
+from jaxserve.planning import comparison, plan_page, plan_report, search
+from jaxserve.planning.compiled import CollectiveOp, CompiledStage, with_compiled
+from jaxserve.planning.predict import predict
 from sharding import specs
-from tests.jaxserve.plan.questions import BLOOM, LLAMA, MIXTRAL, named, question
+from tests.jaxserve.planning.questions import BLOOM, LLAMA, MIXTRAL, named, question
 
 SPEC = specs.default("bloom")
 WINDOWS = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1}

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from jaxserve.plan import collectives
+from jaxserve.planning import collectives
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.spec import names

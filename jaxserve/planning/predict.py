@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
-from jaxserve.plan import collectives
-from jaxserve.plan.activations import activation_bytes
-from jaxserve.plan.cost import AttentionLoad, ExpertLoad, Fit, Parts, Roofline, Seconds, StageLoad
-from jaxserve.plan.deployment import Deployment, model_of, programs
+from jaxserve.planning import collectives
+from jaxserve.planning.activations import activation_bytes
+from jaxserve.planning.cost import AttentionLoad, ExpertLoad, Fit, Parts, Roofline, Seconds, StageLoad
+from jaxserve.planning.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache, matmul
 from jaxserve.runner.layout import bucket_sizes, for_buckets
 from jaxserve.runner.lowering import StagePrograms

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxserve.plan.cost import Collective
-from jaxserve.plan.deployment import Deployment, programs
-from jaxserve.plan.predict import Plan, bucket_plan
-from jaxserve.plan.targets import compiler_options, lowering
+from jaxserve.planning.cost import Collective
+from jaxserve.planning.deployment import Deployment, programs
+from jaxserve.planning.predict import Plan, bucket_plan
+from jaxserve.planning.targets import compiler_options, lowering
 from jaxserve.runner import sharded_parameters
 from jaxserve.runner.lowering import StagePrograms, temporaries
 
