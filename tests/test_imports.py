@@ -18,7 +18,7 @@ LAYERS = """
   sampling scheduler structured_output
   inbox stats
   generation runner startup_report profiler
-  loop plan timeline
+  loop planning timeline
   simulate startup
   multihost engine
 """
