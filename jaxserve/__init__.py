@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine import Engine
+    from jaxserve.planning.planner import plan
     from jaxserve.request import Request
     from jaxserve.sampling_params import SamplingParams
 
     __version__: str
 
-__all__ = ["Engine", "EngineConfig", "Request", "SamplingParams"]
+__all__ = ["Engine", "EngineConfig", "Request", "SamplingParams", "plan"]
 
 _HOMES = {
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
     "Request": "jaxserve.request",
     "SamplingParams": "jaxserve.sampling_params",
+    "plan": "jaxserve.planning.planner",
 }
 
 

@@ -267,7 +267,7 @@ class EngineConfig:
         """Lets `mesh`, `tensor` and `stages` agree, where the file of rules has a mesh or the mesh has these axes."""
         found = axes.read(self.mesh, self.sharding)
         if found:
-            object.__setattr__(self, "mesh", ",".join(f"{name}={size}" for name, size in found.items()))
+            object.__setattr__(self, "mesh", axes.text_of(found))
         for axis, name in ((axes.TENSOR, "tensor"), (axes.STAGE, "stages")):
             size, given = found.get(axis), getattr(self, name)
             if size is not None and given not in (1, size):

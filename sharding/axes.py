@@ -15,8 +15,11 @@ STAGE, TENSOR = "stage", "tensor"
 _EXAMPLE = "write names and sizes such as data=2,tensor=4"
 
 
-def read(text: str | None, file: str | Path | None) -> dict[str, int]:
+def read(text: str | None, file: str | Path | Mapping[str, Any] | None) -> dict[str, int]:
     """The axes in a text or, without one, in the [mesh] of a spec file; none if neither has any.
+
+    Args:
+      file: its path, or its contents.
 
     Raises ValueError if an axis has no name or a wrong size, or if the file cannot be read.
     """
@@ -24,12 +27,24 @@ def read(text: str | None, file: str | Path | None) -> dict[str, int]:
         return _parse(text)
     table = {} if file is None else entries(file).get("mesh", {})
     if not isinstance(table, dict):
-        raise ValueError(f"{file}: mesh is {table!r}; write a section [mesh]")
-    return {name: _size(f"{file}: [mesh] {name}", size) for name, size in table.items()}
+        raise ValueError(f"{named(file)}: mesh is {table!r}; write a section [mesh]")
+    return {name: _size(f"{named(file)}: [mesh] {name}", size) for name, size in table.items()}
 
 
-def entries(path: str | Path) -> dict[str, Any]:
-    """The contents of a TOML file. Raises ValueError if it cannot be read."""
+def text_of(axes: Mapping[str, int]) -> str:
+    """Axes as the text that `read` takes."""
+    return ",".join(f"{name}={size}" for name, size in axes.items())
+
+
+def named(file: str | Path | Mapping[str, Any] | None) -> str:
+    """A spec file in errors: its path, or "spec" for contents without a file."""
+    return "spec" if isinstance(file, Mapping) else str(file)
+
+
+def entries(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of a TOML file, or a copy of contents. Raises ValueError if it cannot be read."""
+    if isinstance(path, Mapping):
+        return dict(path)
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -219,8 +219,8 @@ def shown(target: Target, none: str = "none") -> str:
     return "*".join(names(target)) or none
 
 
-def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
-    """Read a TOML file of changes to a base spec. "none" stands for an axis that is not split.
+def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> ShardingSpec:
+    """Read changes to a base spec from a TOML file, or from its contents. "none" stands for an axis that is not split.
 
         [mesh]                              # sizes of the mesh's axes (see `sharding.axes`)
         fsdp = 2
@@ -243,7 +243,7 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
       ValueError: the file cannot be read, or has an unknown name; the message has the nearest one. Mesh axes and globs
         are checked later, when mesh and model are known: `ShardingSpec.check_names`.
     """
-    entries = mesh_axes.entries(path)
+    entries, path = mesh_axes.entries(source), mesh_axes.named(source)
     known = ("mesh", "axes", "parameters", "gather", "activations", "pool", "pad")
     for section in entries:
         if section not in known:
@@ -276,7 +276,7 @@ def read(path: str | Path, base: ShardingSpec) -> ShardingSpec:
     )
 
 
-def _table(path: str | Path, title: str, table: Any, axes: Iterable[str]) -> list[tuple[str, Any]]:
+def _table(path: str, title: str, table: Any, axes: Iterable[str]) -> list[tuple[str, Any]]:
     if not isinstance(table, dict):
         raise ValueError(f"{path}: {title} is {table!r}; write a section [{title}]")
     for axis in table:

@@ -1,4 +1,4 @@
-"""Writes a plan as one self-contained HTML page with a diagram."""
+"""Makes one self-contained HTML page of a plan, with diagrams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import html
 import json
 from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from jaxserve.planning.plan_report import bottleneck, headline, spec_lines
@@ -14,8 +13,8 @@ from jaxserve.planning.predict import Plan
 from jaxserve.planning.tables import Section, as_json
 
 
-def write(path: Path, plan: Plan, values: dict[str, Any], tables: Sequence[Section]) -> None:
-    """Write the page of a plan.
+def page(plan: Plan, values: dict[str, Any], tables: Sequence[Section]) -> str:
+    """The page of a plan.
 
     Args:
       values: the result of `plan_report.plan_json`, for the diagrams.
@@ -27,5 +26,4 @@ def write(path: Path, plan: Plan, values: dict[str, Any], tables: Sequence[Secti
     marks = {"HEADLINE": html.escape(headline(plan)), "SUMMARY": html.escape(bottleneck(plan)), "PLAN": data}
     for mark, value in marks.items():
         text = text.replace(f"%%{mark}%%", value)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    return text

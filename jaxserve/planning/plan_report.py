@@ -32,7 +32,7 @@ def show(plan: Plan, out: Console, *, brief: bool = False) -> None:
         return
     for line in spec_lines(plan):
         out.print(f"  {escape(line)}")
-    for section in (_parameters(plan), _memory(plan), collectives(plan), _iterations(plan), _by_part(plan)):
+    for section in (_parameters(plan), _memory(plan), collectives(plan), _iterations(plan), by_part(plan)):
         section.show(out)
     out.print(bottleneck(plan))
 
@@ -95,6 +95,25 @@ def collectives(plan: Plan) -> Section:
     return Section("Collectives", columns, rows, notes)
 
 
+def by_kind(plan: Plan) -> Section:
+    """The collectives of one iteration in the largest bucket, by kind: of all stages together."""
+    rows = [
+        (kind, str(count), size(payload)) for kind, (count, payload) in payloads(plan, plan.buckets[-1].tokens).items()
+    ]
+    columns = ("collective", "each iteration", "payload each iteration")
+    notes = [] if rows else ["No collectives" if plan.is_known else UNKNOWN.capitalize()]
+    return Section(f"Collectives by kind, bucket {plan.buckets[-1].tokens}", columns, rows, notes)
+
+
+def payloads(plan: Plan, bucket: int) -> dict[str, tuple[int, float]]:
+    """Kind of collective -> (number, bytes of their results) in one iteration of all stages; none if unknown."""
+    found: dict[str, tuple[int, float]] = {}
+    for each in (each for stage in plan.stages for each in stage.load.collectives or ()):
+        count, payload = found.get(each.kind, (0, 0.0))
+        found[each.kind] = count + each.times, payload + each.times * _carried(plan, each, bucket)
+    return found if plan.is_known else {}
+
+
 def _carried(plan: Plan, collective: Collective, bucket: int) -> float:
     """Bytes of the result of a collective in one bucket."""
     return collective.nbytes * (min(bucket, plan.deployment.engine.max_rows) if collective.per_row else bucket)
@@ -125,7 +144,7 @@ def _iterations(plan: Plan) -> Section:
     return Section(title, columns, rows, [note, trust[0].upper() + trust[1:], f"Buckets: {plan.buckets_reason}"])
 
 
-def _by_part(plan: Plan) -> Section:
+def by_part(plan: Plan) -> Section:
     """The milliseconds of each bucket by what is done."""
     rows = [
         (str(bucket.tokens), *(number(1e3 * seconds, ".2f") for seconds in parts))
@@ -221,15 +240,20 @@ _BUCKET = ("tokens", "decodes", "milliseconds", "tokens_per_second", "bottleneck
 
 def headline(plan: Plan) -> str:
     """The deployment in one line."""
-    deployment, engine = plan.deployment, plan.deployment.engine
-    stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
-    layout = f"{axes.product(engine.stage_axes).replace(' times ', ' x ')}, stages {engine.stages}"
-    layout += f" (layers {stages})" if engine.stages > 1 else ""
-    layout += f", replicas {engine.replicas}" if engine.replicas > 1 else ""
+    deployment = plan.deployment
     active = f", {plan.num_active / 1e9:.3g} G active" if plan.num_active < plan.num_parameters else ""
     parameters = f"{plan.num_parameters / 1e9:.3g} G parameters{active}"
     model = f"{deployment.name} ({deployment.config.family}, {parameters}, {deployment.dtype})"
-    return f"{model} on {deployment.topology} ({deployment.topology.num_devices} devices): {layout}"
+    return f"{model} on {deployment.topology} ({deployment.topology.num_devices} devices): {layout(plan)}"
+
+
+def layout(plan: Plan) -> str:
+    """How the devices share the work, as text."""
+    engine = plan.deployment.engine
+    stages = ", ".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
+    told = f"{axes.product(engine.stage_axes).replace(' times ', ' x ')}, stages {engine.stages}"
+    told += f" (layers {stages})" if engine.stages > 1 else ""
+    return told + (f", replicas {engine.replicas}" if engine.replicas > 1 else "")
 
 
 def spec_lines(plan: Plan) -> list[str]:

@@ -36,9 +36,14 @@ def group(parser: argparse.ArgumentParser, title: str) -> Any:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration in the engine flags. Raises ValueError, naming a wrong setting."""
+    return EngineConfig(**engine_settings(args))
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the configuration, by name, as the engine flags have them."""
     values = read(args, ENGINE_PARAMS)
     values["slot_policy"] = values["slot_policy"] or ("reserve" if args.deterministic else EngineConfig().slot_policy)
-    return EngineConfig(**values)
+    return values
 
 
 def add(group: Any, param: Param, **changes: Any) -> None:

@@ -166,11 +166,11 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         )  # ends the test with what is wrong
 
 
-def blocks() -> list[tuple[str, str]]:
-    """(language, content) of the page's code blocks, in order."""
+def blocks(page: str = PAGE) -> list[tuple[str, str]]:
+    """(language, content) of a page's code blocks, in order."""
     found: list[tuple[str, str]] = []
     inside = False
-    for line in PAGE.splitlines(keepends=True):
+    for line in page.splitlines(keepends=True):
         if line.startswith("```"):
             inside = not inside
             if inside:

@@ -214,11 +214,10 @@ def test_what_does_not_fit_is_told():
         search.search(deployment, lambda *_: None)
 
 
-def test_a_page_holds_everything(plan, tmp_path):
+def test_a_page_holds_everything(plan):
     told = plan_report.plan_json(plan)
     named = dataclasses.replace(plan, deployment=dataclasses.replace(plan.deployment, name="</script><b>"))
-    plan_page.write(tmp_path / "new" / "plan_page.html", named, told, [plan_report.collectives(plan)])
-    text = (tmp_path / "new" / "plan_page.html").read_text()
+    text = plan_page.page(named, told, [plan_report.collectives(plan)])
     assert "<h1>&lt;/script&gt;&lt;b&gt; (bloom, " in text
     assert "%%" not in text
     assert not re.search(r"(src|href)=", text)
