@@ -130,6 +130,11 @@ class IterationPlan:
         return sum(chunk.length == chunk.samples for chunk in self.chunks)
 
     @property
+    def is_decodes(self) -> bool:
+        """Whether no chunk is longer than one token."""
+        return all(chunk.length == 1 for chunk in self.chunks)
+
+    @property
     def num_points(self) -> int:
         """Entries that a result must have: those of every chunk up to the last that samples."""
         last = len(self.chunks)

@@ -261,6 +261,7 @@ def finish(
         max_rows=config.max_rows,
         max_context=shape.max_context,
         buckets=tuple(costs),
+        decode_buckets=shape.decode_buckets(stages[0].buckets),
         slot_milliseconds=slot_milliseconds,
         load_seconds=load_seconds,
         compile_seconds=compile_seconds,

@@ -22,6 +22,7 @@ class StartupReport:
       buckets_reason: why the buckets are these, in words.
       slots: slots of each replica.
       buckets: bucket costs, measured on the first replica.
+      decode_buckets: buckets with a second program, for iterations of decodes only.
       slot_milliseconds: added milliseconds of an iteration per slot that it reads (a decode at context 100 reads 100).
       compile_seconds: includes the loading of compiled programs.
       programs / programs_loaded: all programs, and how many of them came from the compilation cache.
@@ -48,6 +49,7 @@ class StartupReport:
     max_rows: int
     max_context: int
     buckets: tuple[BucketCost, ...]
+    decode_buckets: tuple[int, ...]
     slot_milliseconds: float
     load_seconds: float
     compile_seconds: float

@@ -154,8 +154,16 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
-        """A pytree for `attend` that all layers of one iteration share, computed once per step."""
+    def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
+        """Whether a program for decodes only (see `prepare`) runs fewer kernels at these sizes (T and C)."""
+        ...
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> Any:
+        """A pytree for `attend` that all layers of one iteration share, computed once per step.
+
+        Args:
+          decodes_only: whether no chunk is longer than 1, known when the program is traced.
+        """
         ...
 
     def attend(

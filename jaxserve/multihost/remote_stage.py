@@ -41,7 +41,7 @@ class RemoteStage:
     def copy(self, copies: np.ndarray) -> None:
         pass
 
-    def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
+    def forward(self, plan: IterationPlan, packed: np.ndarray, x: jax.Array | None) -> Forward:
         return Forward(*[_ELSEWHERE] * 6)
 
     def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:

@@ -90,7 +90,7 @@ class DraftModel:
             scoring=False,
         )
         packed = pack(plan, self._runner.programs.shape.layout(plan.bucket), self._n_blocks)
-        return self._runner.sample(plan, self._runner.forward(plan.bucket, packed.iteration, None))
+        return self._runner.sample(plan, self._runner.forward(plan, packed.iteration, None))
 
     def _index(self, tokens: int) -> int:
         sizes = self._ladder.sizes

@@ -80,6 +80,7 @@ def lay_out(
         product=matmul.native_product(dtype, backend.name, meshes[0].size),
         scoring=config.scoring,
         draft_tokens=config.draft_tokens,
+        deterministic=config.deterministic,
     )
     programs = [
         StagePrograms(

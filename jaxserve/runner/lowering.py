@@ -145,8 +145,12 @@ class StagePrograms:
         )
         return jax.lax.with_sharding_constraint(layers, shardings)
 
-    def lower_forward(self, bucket: int, n_blocks: int) -> Lowered:
-        """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x)."""
+    def lower_forward(self, bucket: int, n_blocks: int, decodes_only: bool = False) -> Lowered:
+        """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x).
+
+        Args:
+          decodes_only: whether no chunk is longer than one token.
+        """
         layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
         make_attend = partial(
             attention.make_attend,
@@ -170,6 +174,7 @@ class StagePrograms:
             between=between if self.spec.activations else None,
             gathered=self.gathered if self.spec.gather else None,
             layout=layout,
+            decodes_only=decodes_only,
             first_blocks=self.first_blocks(n_blocks),
         )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ class StageShape:
       attention: the attention of one device of a stage.
       product: the native CPU product, or None for XLA's.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
+      deterministic: whether a token goes through one program whatever else is in its batch.
     """
 
     max_rows: int
@@ -48,6 +50,7 @@ class StageShape:
     product: matmul.NativeProduct | None
     scoring: bool
     draft_tokens: int = 0
+    deterministic: bool = False
 
     def layout(self, bucket: int) -> BatchLayout:
         """The packed form of a plan of this bucket."""
@@ -75,6 +78,19 @@ class StageShape:
         The head is a large product, and a chunk of a prompt samples at most one token whatever the bucket.
         """
         return tuple(sorted({self.layout(bucket).points for bucket in buckets}))
+
+    def decode_buckets(self, buckets: Sequence[int]) -> tuple[int, ...]:
+        """The buckets with a second program, for iterations of decodes only, which runs nothing for prompts.
+
+        They are the smallest that hold some number of rows, where the attention backend gains by it.
+        """
+        if self.deterministic:
+            return ()
+        return tuple(
+            bucket
+            for smaller, bucket in pairwise((0, *buckets))
+            if smaller < self.max_rows and self.backend.saves_on_decodes(bucket, self.layout(bucket).chunks)
+        )
 
 
 def points_for(plan: IterationPlan, counts: Sequence[int]) -> int:
@@ -126,6 +142,7 @@ def forward(
     between: Callable[[jax.Array], jax.Array] | None,
     gathered: Callable[[Any], Any] | None,
     layout: BatchLayout,
+    decodes_only: bool,
     first_blocks: Sequence[int],
 ) -> Forward:
     """Runs one iteration of a stage's layers. Traced.
@@ -138,14 +155,13 @@ def forward(
       make_attend: (result of `backend.prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
       gathered: applied to the layers' parameters.
+      decodes_only: whether no chunk is longer than one token.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
     groups = [shape.groups.index(model.config.window(layer)) for layer in layers]
-    metas = {
-        group: shape.backend.prepare(of_group(view.attention, group, shape.groups), shape.attention)
-        for group in dict.fromkeys(groups)
-    }
+    prepare = partial(shape.backend.prepare, shape=shape.attention, decodes_only=decodes_only)
+    metas = {group: prepare(of_group(view.attention, group, shape.groups)) for group in dict.fromkeys(groups)}
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]

@@ -69,9 +69,10 @@ class StageRunner:
         self.params = self._own(params)
         self.buckets = tuple(buckets)
         self._counts = programs.shape.point_counts(buckets)
+        self._decode_buckets = frozenset(programs.shape.decode_buckets(buckets))
         self.compile_seconds: dict[int, float] = {}
         self.num_programs = 0
-        self._forward: dict[int, Any] = {}
+        self._forward: dict[tuple[int, bool], Any] = {}  # by bucket, and whether for decodes only
         self._head: dict[int, Any] = {}
         self._score: dict[int, Any] = {}
         self._pool: dict[int, Any] = {}
@@ -149,7 +150,9 @@ class StageRunner:
 
     def _compile_forward(self, bucket: int, n_blocks: int) -> None:
         started = time.perf_counter()
-        self._forward[bucket] = self._compiled(self.programs.lower_forward, bucket, n_blocks)
+        for decodes_only in (False, True) if bucket in self._decode_buckets else (False,):
+            program = self._compiled(self.programs.lower_forward, bucket, n_blocks, decodes_only)
+            self._forward[bucket, decodes_only] = program
         self.compile_seconds[bucket] = time.perf_counter() - started
 
     def _compile_admit(self) -> None:
@@ -204,14 +207,16 @@ class StageRunner:
         intact.copy_to_host_async()
         return intact
 
-    def forward(self, bucket: int, packed: np.ndarray, x: jax.Array | None) -> Forward:
+    def forward(self, plan: IterationPlan, packed: np.ndarray, x: jax.Array | None) -> Forward:
         """Enqueues one iteration of the stage's layers; returns before it has run.
 
         Args:
+          packed: the plan's packed form.
           x: [T, H] hidden states on this stage's devices; None in the first stage.
         """
-        state = self._state
-        out = Forward(*self._forward[bucket](self.params, self.pool, state.tables, state.history, packed, x))
+        state, decodes_only = self._state, plan.bucket in self._decode_buckets and plan.is_decodes
+        program = self._forward[plan.bucket, decodes_only]
+        out = Forward(*program(self.params, self.pool, state.tables, state.history, packed, x))
         self.pool, self._state = out.pool, state._replace(tables=out.tables)
         return out
 

@@ -28,8 +28,8 @@ class CpuBackend(XlaBackend):
     def supports(self, shape: AttentionShape) -> str | None:
         return super().supports(shape) or build.refusal()
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
-        del shape
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> Any:
+        del shape, decodes_only
         return batch
 
     def attend(

@@ -113,7 +113,10 @@ class GpuBackend:
         scales = axes[:3] if shape.pool_dtype == _INT8 else None
         return GpuPool(axes, axes, scales, scales)
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> GpuMetadata:
+    def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
+        return n_tokens > n_chunks
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> GpuMetadata:
         with jax.named_scope("attention_prepare"):
             n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
             in_use = jnp.arange(n_tokens) < batch.query_offsets[-1]
@@ -125,7 +128,8 @@ class GpuBackend:
                 return GpuMetadata(slots, decodes, None, batch.block_tables)
             single = jnp.diff(batch.query_offsets) == 1
             decodes = _items(batch.query_offsets[:-1], single, batch.kv_lens - 1, jnp.arange(n_chunks))
-            return GpuMetadata(slots, decodes, _prompt_items(batch, shape), batch.block_tables)
+            prompts = None if decodes_only else _prompt_items(batch, shape)
+            return GpuMetadata(slots, decodes, prompts, batch.block_tables)
 
     def attend(
         self,

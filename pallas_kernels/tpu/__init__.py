@@ -36,15 +36,21 @@ _MOST_SLOTS = 128  # slots of a block by default
 _MOST_TABLES = 960 * 1024
 
 
+class PromptMetadata(NamedTuple):
+    """What the kernels for longer chunks read besides; their docstrings describe its use."""
+
+    bounds: jax.Array  # int32[4]
+    offsets: jax.Array  # int32[C + 2]: kernels read one chunk past the last, which is empty
+    tile_chunks: jax.Array  # int32[2 * tiles]
+
+
 class TpuMetadata(NamedTuple):
     """Arrays that all layers share; the kernels' docstrings describe their use."""
 
     decode_bounds: tuple[jax.Array, ...]  # int32[2 * cores + 1], for each of the shape's windows
-    prompt_bounds: jax.Array  # int32[4]
-    offsets: jax.Array  # int32[C + 2]: kernels read one chunk past the last, which is empty
     kv_lens: jax.Array  # int32[C + 1]
     tables: jax.Array  # int32[C * max_blocks]
-    tile_chunks: jax.Array  # int32[2 * tiles]
+    prompts: PromptMetadata | None  # None in a program for decodes only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +111,15 @@ class TpuBackend:
             kv=(None, None, None, "heads"), scales=(None, None, "heads", None) if shape.pool_dtype == INT8 else None
         )
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> TpuMetadata:
+    def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
+        del n_chunks
+        return n_tokens > 1  # a bucket of one token has no longer chunks
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> TpuMetadata:
+        n_tokens = batch.positions.shape[0]
+        cut, longer = self.cut or cuts.cut(shape, n_tokens), n_tokens > 1 and not decodes_only
         with jax.named_scope("attention_prepare"):
-            return _prepare(batch, shape, self.cut or cuts.cut(shape, batch.positions.shape[0]))
+            return _prepare(batch, shape, cut, longer=longer)
 
     def attend(
         self,
@@ -132,9 +144,9 @@ class TpuBackend:
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
         with jax.named_scope("attention_write"):
             new = _new(k, v, shape)
-            if n_tokens > 1:  # a bucket of one token has no longer chunks
+            if meta.prompts is not None:
                 around = _with_room(new, shape)
-                pool = writes.write(around, pool, meta.prompt_bounds, meta.offsets, *walk, **static)
+                pool = writes.write(around, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
             bounds = meta.decode_bounds[shape.windows.index(window)]
@@ -146,31 +158,30 @@ class TpuBackend:
             token = jnp.arange(n_tokens)[:, None, None]
             out = jnp.pad(out, ((0, n_tokens - n_chunks), (0, 0), (0, 0)))
             rest: Any = 0.0
-            if n_tokens > 1:
+            if meta.prompts is not None:
                 queries = _tiles(q, shape, cut.tile)
                 rest = prompts.attend(
                     queries,
                     pool,
-                    meta.prompt_bounds,
-                    meta.offsets,
+                    meta.prompts.bounds,
+                    meta.prompts.offsets,
                     *walk,
-                    meta.tile_chunks,
+                    meta.prompts.tile_chunks,
                     slopes,
                     sinks,
                     cut=cut,
                     **static,
                 )[:, :, :n_tokens, : shape.head_dim]
-                rest = rest.transpose(2, 0, 1, 3).reshape(q.shape)
-            n_decodes, in_use = meta.prompt_bounds[0], meta.prompt_bounds[1]
-            out = jnp.where(token < n_decodes, out, jnp.where(token < in_use, rest, 0.0))
+                rest = jnp.where(token < meta.prompts.bounds[1], rest.transpose(2, 0, 1, 3).reshape(q.shape), 0.0)
+            out = jnp.where(token < bounds[cuts.cores(shape)], out, rest)
             return out.astype(q.dtype), pool
 
 
-def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> TpuMetadata:
+def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut, *, longer: bool) -> TpuMetadata:
     offsets, kv_lens, n_tokens = batch.query_offsets, batch.kv_lens, batch.positions.shape[0]
     lengths = jnp.diff(offsets)
     is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
-    n_decodes, n_chunks = jnp.sum(is_decode), jnp.sum(lengths > 0, dtype=jnp.int32)
+    n_decodes = jnp.sum(is_decode)
 
     def decode_bounds(window: int | None) -> jax.Array:
         lengths = visited(kv_lens, window, shape.block_size)
@@ -181,17 +192,23 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut) -> TpuMetad
         units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
         return jnp.concatenate([begins, units])
 
-    tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
-    first = jnp.maximum(tile * cut.tile, n_decodes)
-    last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
-    tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
+    def of_prompts() -> PromptMetadata:
+        tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
+        first = jnp.maximum(tile * cut.tile, n_decodes)
+        last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
+        tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
+        n_chunks = jnp.sum(lengths > 0, dtype=jnp.int32)
+        return PromptMetadata(
+            bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
+            offsets=jnp.pad(offsets, (0, 1), mode="edge"),
+            tile_chunks=tile_chunks.reshape(-1),
+        )
+
     return TpuMetadata(
         decode_bounds=tuple(decode_bounds(window) for window in shape.windows),
-        prompt_bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
-        offsets=jnp.pad(offsets, (0, 1), mode="edge"),
         kv_lens=jnp.pad(kv_lens, (0, 1)),
         tables=batch.block_tables.reshape(-1),
-        tile_chunks=tile_chunks.reshape(-1),
+        prompts=of_prompts() if longer else None,
     )
 
 

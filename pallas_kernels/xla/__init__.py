@@ -69,7 +69,12 @@ class XlaBackend:
         scales = axes[:3] if shape.pool_dtype == _INT8 else None
         return XlaPool(keys=axes, values=axes, key_scales=scales, value_scales=scales)
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape) -> XlaMetadata:
+    def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
+        del n_tokens, n_chunks
+        return False  # loops over chunks that are not there take no step
+
+    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> XlaMetadata:
+        del decodes_only
         with jax.named_scope("attention_prepare"):
             return prepare(batch, shape)
 

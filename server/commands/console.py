@@ -158,7 +158,7 @@ def show(report: StartupReport, *, model: str) -> None:
         ("memory", f"weights {_bytes(report.weight_bytes)}{rounded}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
-        ("buckets", report.buckets_reason),
+        ("buckets", f"{report.buckets_reason}{_for_decodes(report)}"),
         (
             "start",
             f"load {report.load_seconds:.1f} s, compile {report.compile_seconds:.1f} s ({report.programs_loaded} of "
@@ -174,6 +174,12 @@ def show(report: StartupReport, *, model: str) -> None:
         rate = f"{cost.tokens_per_second:,.0f}"
         table.add_row(str(cost.size), f"{cost.compile_seconds:.2f}", f"{cost.milliseconds:.2f}", rate)
     out.print(table)
+
+
+def _for_decodes(report: StartupReport) -> str:
+    """The buckets that have a program without prompts."""
+    sizes = ", ".join(map(str, report.decode_buckets))
+    return f"; {sizes} also for iterations of decodes only" if sizes else ""
 
 
 def _layout(report: StartupReport) -> str:

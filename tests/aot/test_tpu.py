@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.planning import compiled, model_catalog, targets
-from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
@@ -204,12 +204,13 @@ def programs_of(monkeypatch) -> list[str]:
 
 
 def figures_of_step(text: str, layers: int) -> dict[str, float]:
-    """What a device does in a step beside waiting for memory: operations that it starts, copies, and collectives during
-    which it does nothing else."""
+    """What a device does in a step beside waiting for memory: operations that it runs, copies, and collectives during
+    which it does nothing else. What it fetches ahead, in two operations each, is not among the operations."""
     entry = text[text.index("\nENTRY ") :]
     kinds = re.findall(r"^ .* ([a-z][\w-]*)\(", entry, re.MULTILINE)
     waited = "\n".join(line for line in text.splitlines() if "-start(" not in line)
     free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id"}
+    free |= {"copy-start", "copy-done", "slice-start", "slice-done"}
     return {
         "operations a layer": round(sum(kind not in free for kind in kinds) / layers, 1),
         "copies a layer": round(sum(kind in ("copy", "transpose") for kind in kinds) / layers, 1),
@@ -217,6 +218,30 @@ def figures_of_step(text: str, layers: int) -> dict[str, float]:
             sum(op.nbytes * op.times for op in compiled.collectives(waited)) / layers / 1024
         ),
     }
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4"])
+def test_a_step_of_decodes(tell, hold, topology):
+    """Its own program runs no kernel for prompts, and nothing that arranges what such a kernel reads."""
+    deployment = Deployment(
+        name="bloom-176b",
+        config=models.parse_config(BLOOM_176B | {"n_layer": 8}),
+        topology=devices.parse(topology),
+        engine=EngineConfig(tensor=16, dtype="bfloat16", max_rows=16, buckets=(16,), max_context=2048, slots=16 * 2048),
+        spec=specs.default("bloom"),
+    )
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
+    assert stage.shape.decode_buckets((16,)) == (16,)
+    for decodes_only, kernels in ((False, {"decodes", "prompts", "write"}), (True, {"decodes"})):
+        with targets.lowering(stage.mesh):
+            lowered = stage.lower_forward(16, 256, decodes_only)
+        text = lowered.compile(targets.compiler_options("tpu")).as_text()
+        assert text is not None
+        assert set(re.findall(r"%attention_(\w+)\.\d+ = ", text)) == kernels
+        figures = figures_of_step(text, 8)
+        name = "decodes only" if decodes_only else "any chunks"
+        tell("8 layers of BLOOM-176B over 16 devices, 16 tokens of 16 rows", devices=topology, program=name, **figures)
+        hold(f"{topology}, 16 tokens of {name}", figures)
 
 
 @pytest.mark.parametrize("topology", ["v4:2x2x4", pytest.param("v5p:2x2x4", marks=pytest.mark.weekly), "v6e:4x4"])

@@ -57,10 +57,10 @@ def poisoned(backend: Backend, shape: AttentionShape, n_blocks: int, large: Sequ
     return jax.tree.map(leaf, backend.pool(shape, n_blocks))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 10), donate_argnums=(6,))
-def run(backend, shape, layer_blocks, q, k, v, pool, batch, slopes, sinks, scale):
+@partial(jax.jit, static_argnums=(0, 1, 2, 10, 11), donate_argnums=(6,))
+def run(backend, shape, layer_blocks, q, k, v, pool, batch, slopes, sinks, scale, decodes_only):
     """One iteration of a layer for each of the shape's windows: [T, layers, N, D] and the pool."""
-    meta = backend.prepare(batch, shape)
+    meta = backend.prepare(batch, shape, decodes_only=decodes_only)
     outputs = []
     for layer, window in enumerate(shape.windows):
         options = {"slopes": slopes, "scale": scale, "window": window, "sinks": sinks}
@@ -166,11 +166,18 @@ class Harness:
         return np.where(other == 0, anything, np.where(other == 1, self.n_blocks - 1, self.n_blocks - 2))
 
     def step(
-        self, chunks: Sequence[tuple[int, int]], qkv: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self,
+        chunks: Sequence[tuple[int, int]],
+        qkv: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+        *,
+        decodes_only: bool = False,
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Runs the chunks; returns (outputs, oracle's outputs) per chunk, each [length, layers, N, D].
 
         Padding is NaN going in, zeros coming out.
+
+        Args:
+          decodes_only: whether the program is the one for chunks of length 1 only.
         """
         shape = self.shape
         used = sum(length for _, length in chunks)
@@ -183,7 +190,7 @@ class Harness:
             k, v = clear_of_ties(k), clear_of_ties(v)
         padded = [np.pad(x, ((0, self.bucket - used), (0, 0), (0, 0)), constant_values=np.nan) for x in (q, k, v)]
         arrays = (*map(jnp.asarray, padded), self.pool, batch, self.slopes, self.sinks)
-        out, self.pool = run(self.backend, shape, self.n_blocks, *arrays, self.scale)
+        out, self.pool = run(self.backend, shape, self.n_blocks, *arrays, self.scale, decodes_only)
         assert out.dtype == shape.dtype
         stored_k, stored_v = as_held(k, shape.pool_dtype), as_held(v, shape.pool_dtype)
         q64, out = q.astype(np.float64), np.asarray(out, np.float64)

@@ -13,8 +13,8 @@ from pallas_kernels.xla import XlaBackend
 class Nearsighted(XlaBackend):
     """Attends as if each row were one token shorter."""
 
-    def prepare(self, batch, shape):
-        meta = super().prepare(batch, shape)
+    def prepare(self, batch, shape, **options):
+        meta = super().prepare(batch, shape, **options)
         return meta._replace(decodes=meta.decodes._replace(kv_len=meta.decodes.kv_len - 1))
 
 

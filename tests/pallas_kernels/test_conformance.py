@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import product
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,6 +108,24 @@ def test_block_sizes_in_a_small_bucket(harness, subject, block):
     for _ in range(3):
         h.check([(a, 1), (b, 4)])
     h.check([(b, 1), (a, 1)])
+
+
+@over_subjects("windows pool kv_heads", [((None,), "float32", 4), ((24, None), "int8", 2)])
+def test_a_program_for_decodes_only(harness, seed, subject, windows, pool, kv_heads):
+    """It serves decodes as the program that serves all chunks does, to the bit, and leaves the pool as that does."""
+    model = {"windows": windows, "pool": pool, "kv_heads": kv_heads, "seed": seed}
+    one, other = harness(subject, **model), harness(subject, **model)
+    results = []
+    for h, decodes_only in ((one, True), (other, False)):
+        rows = [h.add_row() for _ in range(3)]
+        h.step([(row, 2 * h.shape.block_size + row) for row in rows])
+        for chunks in ([(2, 1), (0, 1)], [(0, 1), (1, 1), (2, 1)]):
+            outputs, expected = h.step(chunks, decodes_only=decodes_only)
+            for out, right in zip(outputs, expected, strict=True):
+                h.compare(out, right, f"decodes only: {decodes_only}")
+            results.append(np.concatenate(outputs))
+    np.testing.assert_array_equal(np.concatenate(results[:2]), np.concatenate(results[2:]))
+    np.testing.assert_array_equal(*(jax.tree.leaves(h.pool)[0] for h in (one, other)))
 
 
 @over_subjects("drawn varied", [(1, False), (3, True)])

@@ -3,15 +3,17 @@ that the interpreter would tell. The conformance suite runs them where copies co
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import api
-from pallas_kernels.api import AttentionShape
+from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, cores
 
@@ -99,6 +101,23 @@ def test_tables_that_scalar_memory_cannot_hold_are_refused():
     assert api.select("auto", shape, "tpu").backend.name == "xla"
     with pytest.raises(ValueError, match="scalar memory holds 960 KiB of them, not 2048"):
         api.select("tpu", shape, "tpu")
+
+
+@pytest.mark.parametrize(("decodes_only", "kernels"), [(False, ["write", "decodes", "prompts"]), (True, ["decodes"])])
+def test_kernels_of_a_program(decodes_only, kernels):
+    shape = AttentionShape(
+        num_heads=2, num_kv_heads=2, head_dim=128, dtype=np.dtype("float32"), pool_dtype=np.dtype("float32"), alibi=True
+    ).with_blocks(16, 64)
+    backend = TpuBackend()
+
+    def step(q, pool, batch, slopes):
+        meta = backend.prepare(batch, shape, decodes_only=decodes_only)
+        return backend.attend(q, q, q, pool, meta, shape, slopes=slopes, scale=0.1)
+
+    batch = AttentionBatch(*(jax.ShapeDtypeStruct(n, jnp.int32) for n in ((5,), (4,), (4, 4), (8,), (8,))))
+    q, slopes = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((8, 2, 128), (2,)))
+    text = jax.jit(step).trace(q, backend.pool(shape, 8), batch, slopes).lower(lowering_platforms=("tpu",)).as_text()
+    assert re.findall(r'kernel_name = "attention_(\w+)"', text) == kernels
 
 
 @pytest.mark.parametrize("kernel", [decodes._DecodeKernel, prompts._PromptKernel, writes._WriteKernel])

@@ -153,6 +153,7 @@ class FakeEngine:
             max_rows=self.config.max_rows,
             max_context=self.max_context,
             buckets=(BucketCost(size=16, compile_seconds=0.5, milliseconds=1e-4),),
+            decode_buckets=(16,),
             slot_milliseconds=0.001,
             load_seconds=0.1,
             compile_seconds=0.5,

@@ -92,7 +92,7 @@ class FakeStage:
     def feed_back_tokens(self, points: Any, chosen: Any) -> None: ...
     def replace_params(self, params: Any) -> None: ...
 
-    def forward(self, bucket: int, packed: Any, x: Any) -> Forward:
+    def forward(self, plan: IterationPlan, packed: Any, x: Any) -> Forward:
         if not self._here:
             return Forward(*[NOTHING] * 6)
         fault = self._fault if self._iterations == self._at else None
