@@ -16,6 +16,7 @@ MESHES = (  # of eight devices
     {"stage": 2, "expert": 2, "tensor": 2},
     {"context": 8},
 )
+IN_LAYERS = ("heads", "ffn", "expert")  # logical axes of which some layers may be split otherwise
 
 
 class Draw(NamedTuple):
@@ -33,7 +34,8 @@ class Draw(NamedTuple):
 
 
 def draw(rng: random.Random, *, whole: tuple[str, ...] = (), meshes: tuple[Mapping[str, int], ...] = MESHES) -> Draw:
-    """The next draw: every axis over none, one or two of the mesh's axes; some have gathers and rules of activations.
+    """The next draw: every axis over none, one or two of the mesh's axes; some have gathers, rules of activations, and
+    an exception for some layers.
 
     Args:
       whole: logical axes that stay whole; with some, there are no gathers and no rules of activations.
@@ -55,4 +57,7 @@ def draw(rng: random.Random, *, whole: tuple[str, ...] = (), meshes: tuple[Mappi
         "pool": {"heads": target()} if rng.random() < 0.2 else {},
         "pad": {"heads": "true", "vocab": "true"},
     }
+    if rng.random() < 0.5:
+        layers, axis = rng.choice(("0", "0-1", "1-1")), rng.choice([each for each in IN_LAYERS if each in rules])
+        drawn[f'parameters."layers.{layers}.*"'] = {axis: target()}
     return Draw(family, drawn | {"activations": {}, "gather": {}} if whole else drawn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,6 +25,7 @@ POOL_AXES = ("heads", "kv_heads")
 PADDABLE = ("heads", "kv_heads", "vocab", "ffn")  # these can be padded without a change of the answers
 
 _LISTED = 1024  # largest mesh size that an error lists
+_LAYERS = re.compile(r"(?<![^.])\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?![^.])")  # a part of a glob, such as 0,4-7
 
 
 class MeshLike(Protocol):
@@ -45,8 +47,8 @@ class ShardingSpec:
 
     Attributes:
       rules: rules for the parameters' axes, and for all axes that the sections below do not name.
-      parameters: exceptions: a glob over parameter names (`layers.*.qkv.bias`) -> rules. The last glob that matches and
-        names an axis wins.
+      parameters: exceptions: a glob over parameter names (`layers.*.qkv.bias`, or `layers.0-9.*` for ten layers) ->
+        rules. The last glob that matches and names an axis wins.
       activations: rules for the hidden states between the layers; without any, the compiler decides.
       pool: rules for the pool of keys and values; other axes follow `rules`.
       gather: mesh axes whose parts of a layer's parameters are gathered before the layer uses them.
@@ -113,7 +115,7 @@ class ShardingSpec:
             return {**self.rules, **self.pool}
         rules = dict(self.rules)
         for glob, exception in self.parameters.items():
-            if fnmatchcase(name, glob):
+            if matches(name, glob):
                 rules.update(exception)
         return rules
 
@@ -173,7 +175,8 @@ class ShardingSpec:
                     if each not in mesh.shape:
                         raise ValueError(f"[{title}]: {_no_mesh_axis(logical, each, mesh)}")
         for glob, rules in self.parameters.items():
-            matched = {name: axes for name, axes in parameters.items() if fnmatchcase(name, glob)}
+            _check_layers(glob, parameters)
+            matched = {name: axes for name, axes in parameters.items() if matches(name, glob)}
             if not matched:
                 patterns = dict.fromkeys(map(pattern, parameters))
                 raise ValueError(f'[parameters."{glob}"] matches no parameter{_instead(glob, patterns)}')
@@ -230,6 +233,8 @@ def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> Sharding
         ffn = ["tensor", "fsdp"]            # over several mesh axes
         [parameters."layers.*.qkv.bias"]    # exceptions, by a glob over parameter names
         heads = "none"
+        [parameters."layers.0-9.*"]         # of these layers
+        ffn = "none"
         [gather]                            # mesh axes over which weights of a layer are gathered to use it
         weights = ["fsdp"]
         [activations]                       # between the layers
@@ -315,9 +320,37 @@ def _uneven(logical: str, count: int, target: Target, mesh_shape: Mapping[str, i
     return message
 
 
-def pattern(name: str) -> str:
-    """A glob for a parameter's name in all layers: the layer's index becomes `*`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def pattern(name: str, layers: str = "*") -> str:
+    """A glob for a parameter's name in other layers, by default all: `layers` takes the place of the layer's index."""
+    return ".".join(layers if part.isdigit() else part for part in name.split("."))
+
+
+def layer_of(name: str) -> int | None:
+    """The layer of a parameter; None outside the layers."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def matches(name: str, glob: str) -> bool:
+    """Whether a glob matches a parameter's name; `layers.0,4-7.*` matches those of layers 0 and 4 to 7."""
+    index = layer_of(name)
+    if index is not None:
+        glob = _LAYERS.sub(lambda found: str(index) if index in _layers(found[0]) else found[0], glob)
+    return fnmatchcase(name, glob)
+
+
+def _layers(text: str) -> set[int]:
+    """The layers of a list of indices and ranges, such as 0,4-7."""
+    ends = (part.partition("-") for part in text.split(","))
+    return {layer for first, _, last in ends for layer in range(int(first), int(last or first) + 1)}
+
+
+def _check_layers(glob: str, parameters: Iterable[str]) -> None:
+    """Raise ValueError if a part of a glob names layers that the model does not have, or an empty range."""
+    have = {layer for name in parameters if (layer := layer_of(name)) is not None}
+    for found in _LAYERS.finditer(glob):
+        for part in found[0].split(","):
+            if not _layers(part) or _layers(part) - have:
+                raise ValueError(f'[parameters."{glob}"]: there are no layers {part}; the model has 0-{max(have)}')
 
 
 def _instead(name: str, known: Iterable[Any]) -> str:

@@ -261,7 +261,7 @@ def copies(stage: StagePrograms, text: str, n_blocks: int) -> Iterator[str]:
 def _kernels(stage: StagePrograms, which: Literal["shape", "local"]) -> dict[tuple[int, ...], str]:
     """Names of the kernels and tables of each size, transposed or not."""
     names: dict[tuple[int, ...], str] = {}
-    for part in sharded_parameters.group_layers(sharded_parameters.parameters_of(stage).values()):
+    for part in sharded_parameters.group_layers([sharded_parameters.parameters_of(stage).values()])[0]:
         if len(part.shape) > 1:
             sizes = _arrangement(getattr(part, which))
             names[sizes] = f"{names[sizes]} or {part.name}" if sizes in names else part.name

@@ -179,7 +179,9 @@ def predict(deployment: Deployment) -> Plan:
     attention = programs_of_stages[0].shape.attention
     memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)
-    stages = [_stage(stage, usable, deployment) for stage in programs_of_stages]
+    parts = [parameters_of(stage) for stage in programs_of_stages]
+    grouped = group_layers([each.values() for each in parts])
+    stages = [_stage(*each, usable, deployment) for each in zip(programs_of_stages, parts, grouped, strict=True)]
     blocks = [
         kv_cache.most_blocks(stage.pool_bytes, usable - each.total)
         for stage, each in zip(programs_of_stages, stages, strict=True)
@@ -258,9 +260,14 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     return total, active
 
 
-def _stage(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePlan:
+def _stage(
+    stage: StagePrograms,
+    parts: Mapping[str, ShardedParameter],
+    grouped: tuple[ShardedParameter, ...],
+    usable: int,
+    deployment: Deployment,
+) -> StagePlan:
     """A stage without its pool."""
-    parts = parameters_of(stage)
     check_weights(parts.values(), usable, f"{deployment.topology.device.name} device")
     state = jax.tree.leaves(stage.state())
     return StagePlan(
@@ -268,7 +275,7 @@ def _stage(stage: StagePrograms, usable: int, deployment: Deployment) -> StagePl
         weights=sum(part.nbytes for part in parts.values()),
         activations=activation_bytes(stage, parts, deployment.buckets[-1]),
         state=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state),
-        parameters=group_layers(parts.values()),
+        parameters=grouped,
         load=_load(stage, parts),
     )
 

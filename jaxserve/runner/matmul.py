@@ -57,13 +57,14 @@ class DeviceProducts:
     Attributes:
       native: multiplies in place of XLA, except by int8 matrices and where it returns None.
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
-      mesh / spec: where the kernels of experts lie; without a mesh, on one device.
+      mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
     """
 
     native: NativeProduct | None
     tiles: bool = False
     mesh: Mesh | None = None
     spec: ShardingSpec | None = None
+    layer: int = 0
 
     def __call__(
         self, x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
@@ -89,17 +90,18 @@ class DeviceProducts:
         """Each device computes with the experts, or the parts of them, that it has; their shares are added up."""
         if self.mesh is None or self.spec is None or self.mesh.size == 1:
             return compute(x, chosen, weights, kernels, product=self._runs, first=0)
-        mesh, spec = self.mesh, self.spec
+        mesh, of_layer = self.mesh, f"layers.{self.layer}.experts.down.kernel"  # whose rules hold for the others too
+        resolve = partial(self.spec.resolve, mesh=mesh, name=of_layer)
 
         def split(name: str, leaf: Any) -> Any:
             # A device computes with whole rows: kernels that are split over the hidden size are gathered.
             axes = tuple(None if axis == "embed" else axis for axis in _EXPERT_AXES[name])
             if isinstance(leaf, Quantized):
-                return Quantized(split(name, leaf.values), _resolve(spec, axes[:2], leaf.scales, mesh))
-            return None if leaf is None else _resolve(spec, axes, leaf, mesh)
+                return Quantized(split(name, leaf.values), resolve(axes[:2], leaf.scales.shape))
+            return None if leaf is None else resolve(axes, leaf.shape)
 
         places = {name: split(name, leaf) for name, leaf in kernels.items()}
-        whole = spec.resolve((), (), mesh)
+        whole = resolve((), ())
         gate = places["gate"].values if isinstance(places["gate"], Quantized) else places["gate"]
         of_experts, of_ffn = gate[0], gate[1]
         parts = (*names(of_experts), *names(of_ffn))
@@ -125,10 +127,6 @@ _EXPERT_AXES = {
     **{name: experts.AXES[name]["kernel"] for name in ("gate", "up", "down")},
     **{f"{name}_bias": experts.AXES[name]["bias"] for name in ("gate", "up")},
 }
-
-
-def _resolve(spec: ShardingSpec, axes: tuple[str | None, ...], leaf: jax.Array, mesh: Mesh) -> Any:
-    return spec.resolve(axes, leaf.shape, mesh, name="experts")
 
 
 def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -167,7 +167,8 @@ def forward(
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
     if gathered is not None:
         params = {**params, "layers": gathered(params["layers"])}
-    params = bind(params, products)
+    of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}
+    params = {**bind({**params, "layers": {}}, products), "layers": of_layers}
 
     def attend(index: Any) -> Attend:
         if looped:  # looped layers differ only in their weights

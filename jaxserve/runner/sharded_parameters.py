@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxserve import weights
 from jaxserve.models.products import Quantized
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.weights import naming
-from sharding.spec import Target, pattern
+from sharding.spec import Target, layer_of, pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,19 +107,31 @@ def is_of_experts(axes: tuple[str, ...]) -> bool:
     return axes[0] == "expert"
 
 
-def group_layers(parts: Iterable[ShardedParameter]) -> tuple[ShardedParameter, ...]:
-    """Merges parameters that differ only in their layer; `*` replaces the layer.
+def group_layers(stages: Sequence[Iterable[ShardedParameter]]) -> list[tuple[ShardedParameter, ...]]:
+    """Merges the parameters of each stage that differ only in their layer; `*` replaces the layer.
 
-    Layers that the spec shards differently stay separate entries, named after the first layer of each.
+    Layers that the spec shards differently stay separate entries with the layers of each: layers.0-3,8.up.kernel.
     """
-    found: dict[tuple[str, tuple[Target, ...]], ShardedParameter] = {}
-    kinds: set[str] = set()
+    parts = [tuple(stage) for stage in stages]
+    partitions: dict[str, set[tuple[Target, ...]]] = {}
+    for part in chain.from_iterable(parts):
+        partitions.setdefault(pattern(part.name), set()).add(part.partition)
+    alike = {kind for kind, found in partitions.items() if len(found) == 1}
+    return [_merged(stage, alike) for stage in parts]
+
+
+def _merged(parts: Iterable[ShardedParameter], alike: Container[str]) -> tuple[ShardedParameter, ...]:
+    found: dict[tuple[str, tuple[Target, ...]], list[ShardedParameter]] = {}
     for part in parts:
-        kind = pattern(part.name)
-        known = found.get((kind, part.partition))
-        if known is not None:
-            found[kind, part.partition] = replace(known, count=known.count + part.count)
-        else:
-            found[kind, part.partition] = replace(part, name=part.name if kind in kinds else kind)
-            kinds.add(kind)
-    return tuple(found.values())
+        found.setdefault((pattern(part.name), part.partition), []).append(part)
+    return tuple(
+        replace(same[0], name=kind if kind in alike else pattern(same[0].name, _layers(same)), count=len(same))
+        for (kind, _), same in found.items()
+    )
+
+
+def _layers(parts: Iterable[ShardedParameter]) -> str:
+    """The layers of parameters as a spec writes them, such as 0-3,8."""
+    layers = sorted(layer for part in parts if (layer := layer_of(part.name)) is not None)
+    runs = (list(run) for _, run in groupby(enumerate(layers), lambda each: each[1] - each[0]))
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)

@@ -124,6 +124,25 @@ def test_sections_have_rules_of_their_own():
     assert follows.resolve((None, "heads"), shape, devices(4), section="pool") == PartitionSpec(None, "tensor")
 
 
+@pytest.mark.parametrize(
+    ("glob", "layers"),
+    [
+        ("layers.0-9.up.*", range(10)),
+        ("layers.8-11.*", range(8, 12)),
+        ("layers.3,10-11.up.kernel", (3, 10, 11)),
+        ("layers.*.up.kernel", range(12)),
+        ("*.1?.up.*", (10, 11)),
+        ("layers.[0-3].up.*", range(4)),
+        ("layers.0-3.up", ()),
+    ],
+)
+def test_a_glob_may_name_layers(glob, layers):
+    spec = replace(SPEC, parameters={glob: {"ffn": None}})
+    split = [spec.resolve(("ffn",), (8,), devices(4), name=f"layers.{i}.up.kernel") for i in range(12)]
+    assert [i for i, each in enumerate(split) if each == PartitionSpec(None)] == list(layers)
+    assert spec.resolve(("ffn",), (8,), devices(4), name="embed.up.kernel") == PartitionSpec("tensor")
+
+
 OVERRIDES = """
 [axes]
 vocab = "none"
@@ -207,6 +226,18 @@ PARAMETERS = {"layers.0.qkv.bias": ("heads",), "layers.1.qkv.bias": ("heads",), 
         (
             replace(SPEC, parameters={"layers.*.qkv.bias": {"embed": None}}),
             r"layers.0.qkv.bias has no logical axis 'embed'; there are 'heads'",
+        ),
+        (
+            replace(SPEC, parameters={"layers.0,1-2.*": {"heads": None}}),
+            r"\[parameters.\"layers.0,1-2.\*\"\]: there are no layers 1-2; the model has 0-1$",
+        ),
+        (
+            replace(SPEC, parameters={"layers.1-0.*": {"heads": None}}),
+            r"\[parameters.\"layers.1-0.\*\"\]: there are no layers 1-0; the model has 0-1$",
+        ),
+        (
+            replace(SPEC, parameters={"layer.0-1.qkv.bias": {"heads": None}}),
+            r"\[parameters.\"layer.0-1.qkv.bias\"\] matches no parameter; did you mean 'layers.\*.qkv.bias'\?",
         ),
     ],
 )

@@ -80,11 +80,21 @@ def test_heads_and_vocabulary_are_padded_on_request():
     assert plan.num_parameters == 176_247_271_424
 
 
-def test_what_a_single_layer_has_otherwise_is_told_apart():
-    spec = replace(specs.default("bloom"), parameters={"layers.1.up.*": {"ffn": None}})
-    parts = {part.name: part for part in predict(question(BLOOM, spec, tensor=4)).stages[0].parameters}
-    assert parts["layers.*.up.kernel"].count == parts["layers.1.up.kernel"].count == 1
-    assert parts["layers.1.up.kernel"].local == (512, 128)
+def test_layers_that_are_split_otherwise_are_told_apart():
+    spec = replace(
+        specs.default("bloom"), parameters={"layers.1-2,4.up.*": {"ffn": None}, "layers.0-2.down.*": {"ffn": None}}
+    )
+    plan = predict(question(BLOOM | {"n_layer": 6}, spec, tensor=2, stages=2))
+    counts = [{part.name: part.count for part in stage.parameters} for stage in plan.stages]
+    assert counts[0]["layers.0.up.kernel"] == 1
+    assert counts[0]["layers.1-2.up.kernel"] == 2
+    assert counts[1]["layers.4.up.kernel"] == 1
+    assert counts[1]["layers.3,5.up.kernel"] == 2
+    assert counts[0]["layers.0-2.down.kernel"] == counts[1]["layers.3-5.down.kernel"] == 3
+    assert counts[0]["layers.*.out.kernel"] == counts[1]["layers.*.out.kernel"] == 3
+    shapes = {part.name: part.local for stage in plan.stages for part in stage.parameters}
+    assert shapes["layers.1-2.up.kernel"] == (512, 128)
+    assert shapes["layers.3,5.up.kernel"] == (256, 128)
 
 
 @pytest.mark.parametrize(

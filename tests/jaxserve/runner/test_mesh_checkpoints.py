@@ -24,6 +24,7 @@ FSDP = """
     gather.weights = "fsdp"
     pad = {heads = true, vocab = true, ffn = true}
 """
+SQUARE += 'parameters."layers.1-1.*" = {ffn = "none", kv_heads = "none"}\n'
 EXPERTS = (
     'mesh = {expert = 2, tensor = 4}\naxes = {expert = "expert", vocab = ["tensor", "expert"]}\npad.vocab = true\n'
 )

@@ -15,6 +15,7 @@ from jaxserve import models, startup
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
+from jaxserve.planning import compiled as planned
 from jaxserve.request import Request
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.sampling_params import SamplingParams
@@ -130,6 +131,22 @@ def test_experts_on_devices_of_their_own_answer_as_one(tmp_path) -> None:
     assert gate.sharding.shard_shape(gate.shape) == (1, 64, 32)
 
 
+@pytest.mark.long
+def test_experts_of_some_layers_lie_otherwise(tmp_path) -> None:
+    rules = 'axes.ffn = "none"\naxes.expert = "tensor"\n[parameters."layers.0-0.*"]\nffn = "tensor"\nexpert = "none"\n'
+    (tmp_path / "experts.toml").write_text(rules)
+    engine = make("mixtral", 2, settings("reserve", 4, sharding=str(tmp_path / "experts.toml")))
+    check_same(engine, "mixtral", 2)
+    (stage,) = engine._loops[0].pipeline.stages
+    parts = [
+        layer["experts"]["gate"]["kernel"].sharding.shard_shape((4, 64, 32))
+        for layer in stage.params["layers"].values()
+    ]
+    assert parts == [(4, 16, 32), (1, 64, 32)]
+    found = planned.collectives(stage.programs.lower_forward(12, 8).compile().as_text() or "")
+    assert planned.count_kinds(found) == {"all-reduce": 2 * 2 + 1}
+
+
 def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     rules = """
         [mesh]
@@ -137,7 +154,7 @@ def test_answers_do_not_depend_on_rules(tmp_path) -> None:
         [axes]
         vocab = "none"
         ffn = ["fsdp", "tensor"]
-        [parameters."layers.1.up.*"]
+        [parameters."layers.1-2.up.*"]
         ffn = "none"
         [activations]
         tokens = "tensor"
@@ -148,7 +165,8 @@ def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     engine = make("gpt2", 3, settings("grow", 2, sharding=str(tmp_path / "rules.toml")))
     check_same(engine, "gpt2", 3)
     (stage,) = engine._loops[0].pipeline.stages
-    for leaf in jax.tree.leaves((stage.params["embed"], stage.params["layers"][1]["up"], stage.pool)):
+    exceptions = [stage.params["layers"][layer]["up"] for layer in (1, 2)]
+    for leaf in jax.tree.leaves((stage.params["embed"], exceptions, stage.pool)):
         assert leaf.is_fully_replicated
     assert not stage.params["layers"][0]["up"]["kernel"].is_fully_replicated
 
