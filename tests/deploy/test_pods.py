@@ -1,4 +1,4 @@
-"""The rendered base as processes of this machine, under load: a rollout, the loss of a node, more and fewer replicas.
+"""Rendered folders as processes of this machine, under load: a rollout, the loss of a node, more and fewer replicas.
 
     python -m tests.deploy.test_pods
 
@@ -25,16 +25,18 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy.pods import Cluster, kill
+from tests.deploy.cluster import Cluster
+from tests.deploy.pods import kill
 from tests.deploy.rendered import KUSTOMIZE, of_kind, render
+from tests.deploy.test_dockerfile import ROOT
 
 WAIT_SECONDS = 300.0
-TRIES = 8  # of a gateway for one call
 PAUSE = 0.25  # seconds between two calls of one caller: pods that start have to get on
 # Few and small programs, so that a start takes seconds.
 QUICK = {"JAXSERVE_BUCKETS": "16", "JAXSERVE_MAX_ROWS": "8", "JAXSERVE_SLOTS": "8000", "JAXSERVE_NO_SCORING": "true"}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 TOKENS = 100
+KEY = "a-key-of-callers"
 
 pytestmark = pytest.mark.processes
 
@@ -42,15 +44,19 @@ pytestmark = pytest.mark.processes
 class Callers:
     """Callers behind a gateway, which sends each call to the next endpoint, and again while it has sent no token.
 
+    Args:
+      patience: seconds for which the gateway tries a call again.
+
     Attributes:
       counts: of calls that were `answered`, `retried`, `broken` after a token had come, or `lost`.
       answers: different texts; all calls ask the same.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, patience: float) -> None:
+        self._cluster, self._patience = cluster, patience
         self._turns = itertools.count()
-        self._http = httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False)
+        headers = {"authorization": f"Bearer {KEY}"}
+        self._http = httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False, headers=headers)
         self._is_over = False
         self.counts: Counter[str] = Counter()
         self.answers: set[str] = set()
@@ -71,7 +77,8 @@ class Callers:
             await asyncio.sleep(PAUSE)
 
     async def _call(self, streams: bool) -> str:
-        for _ in range(TRIES):
+        until = time.monotonic() + self._patience
+        while time.monotonic() < until:
             endpoints = self._cluster.endpoints()
             tokens: list[str] = []
             try:
@@ -144,7 +151,9 @@ class Scene:
 
     def kill(self) -> None:
         kill(self.cluster.pods[0])
-        self.cluster.pods[0].is_ready = False
+
+    def kill_last_host(self) -> None:
+        kill(self.cluster.pods[-1])
 
     def lose(self) -> None:
         self.cluster.lose(self.cluster.pods[0].node)
@@ -158,7 +167,7 @@ class Scene:
         """Scrapes a pod as the PodMonitor says, for every metric that a manifest or the dashboard names."""
         (monitor,) = of_kind(self.cluster.objects, "PodMonitor")
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        pod = self.cluster.pods[0]
+        pod = self.cluster.groups[0].front
         url = f"http://{pod.ip}:{pod.port(endpoint['port'])}{endpoint['path']}"
         async with httpx.AsyncClient(trust_env=False) as client:
             text = (await client.get(url)).text
@@ -179,12 +188,30 @@ def named() -> set[str]:
     return found
 
 
+def secrets(folder: Path) -> dict[str, Path]:
+    """What the manifests of several hosts ask for, beside the model."""
+    files = {
+        "hosts": ("secret", "the hosts of this group know it"),
+        "keys": ("keys.toml", f'[team]\nkeys = ["{KEY}"]\n'),
+    }
+    for volume, (name, text) in files.items():
+        (folder / volume).mkdir(mode=0o700)
+        (folder / volume / name).write_text(text)
+        (folder / volume / name).chmod(0o600)
+    return {volume: folder / volume for volume in files} | {"models": ROOT / "jaxserve"}
+
+
 @contextlib.asynccontextmanager
-async def scene(folder: Path, objects: list[dict[str, Any]], **given: Any) -> AsyncIterator[Scene]:
-    async with Cluster(objects, folder, environment=QUICK, cache=CACHE, **given) as cluster:
+async def scene(folder: Path, objects: list[dict[str, Any]], patience: float, **given: Any) -> AsyncIterator[Scene]:
+    """A cluster under load."""
+    environment, volumes = dict(QUICK), {"cache": CACHE}
+    if of_kind(objects, "LeaderWorkerSet"):
+        environment |= {"JAXSERVE_MODEL": "/models/demo", "JAXSERVE_STAGES": "2"}
+        volumes |= secrets(folder)
+    async with Cluster(objects, folder, environment=environment, volumes=volumes, **given) as cluster:
         try:
             await until(cluster.is_settled)
-            callers = Callers(cluster)
+            callers = Callers(cluster, patience)
             async with callers.calling():
                 yield Scene(cluster, callers)
             assert len(callers.answers) == 1
@@ -196,7 +223,7 @@ async def scene(folder: Path, objects: list[dict[str, Any]], **given: Any) -> As
 
 def test_fewer_replicas_lose_no_call_and_their_gauges_are_scraped(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with scene(tmp_path, render("base"), nodes=2, replicas=2, hurry=20) as it:
+        async with scene(tmp_path, render("base"), patience=2, nodes=2, replicas=2, hurry=20) as it:
             await it.metrics_are_there()
             seen = await it.after(it.fewer)
             assert (seen["retried"], seen["broken"], seen["lost"]) == (0, 0, 0)
@@ -205,47 +232,64 @@ def test_fewer_replicas_lose_no_call_and_their_gauges_are_scraped(tmp_path: Path
     asyncio.run(scenario())
 
 
-EVENTS = ("rollout", "a replica less", "a replica more", "a container killed", "a node lost")
+def test_hosts_start_anew_together_after_one_is_killed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with scene(tmp_path, render("hosts"), patience=120, nodes=2, replicas=1, hurry=20) as it:
+            await it.metrics_are_there()
+            seen = await it.after(it.kill_last_host)
+            assert seen["lost"] == 0
+            assert [pod.starts for pod in it.cluster.pods] == [1, 1]
+            assert len(list(tmp_path.glob("pod-*"))) == 4
+            assert it.ended_in_time()
+
+    asyncio.run(scenario())
 
 
-async def run(folder: Path, objects: list[dict[str, Any]], hurry: float) -> dict[str, dict[str, float]]:
-    """What callers saw of each event."""
-    async with scene(folder, objects, nodes=4, replicas=3, hurry=hurry) as it:
+ENDED = ("rollout", "a replica less", "a replica more")  # and drained: no call needs a second try
+
+
+async def run(folder: Path, name: str, objects: list[dict[str, Any]], hurry: float) -> dict[str, dict[str, float]]:
+    """What callers saw of each event in a cluster of what a folder renders."""
+    is_group = name == "hosts"
+    nodes, replicas = (6, 2) if is_group else (4, 3)
+    async with scene(folder, objects, patience=60, nodes=nodes, replicas=replicas, hurry=hurry) as it:
         await it.metrics_are_there()
-        happen = (it.roll_out, it.fewer, it.more, it.kill, it.lose)
+        happen = {"rollout": it.roll_out, "a replica less": it.fewer, "a replica more": it.more}
+        happen |= {"a host killed": it.kill_last_host} if is_group else {"a container killed": it.kill}
         table = {}
-        for name, event in zip(EVENTS, happen, strict=True):
-            table[name] = seen = await it.after(event)
-            print(name, seen, flush=True)
+        for what, event in (happen | {"a node lost": it.lose}).items():
+            table[what] = seen = await it.after(event)
+            print(what, seen, flush=True)
         assert it.ended_in_time()
     return table
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("probe", ["http", "grpc"])
-def test_every_event(probe: str, tmp_path: Path) -> None:
-    objects = json.loads(json.dumps(render("base")))
-    (deployment,) = of_kind(objects, "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+@pytest.mark.parametrize(("name", "probe"), [("base", "http"), ("base", "grpc"), ("hosts", "http")])
+def test_every_event(name: str, probe: str, tmp_path: Path) -> None:
+    objects = json.loads(json.dumps(render(name)))
     if probe == "grpc":  # as one would ask a server without HTTP
+        (deployment,) = of_kind(objects, "Deployment")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
         for each in ("startupProbe", "readinessProbe", "livenessProbe"):
             del container[each]["httpGet"]
             container[each]["grpc"] = {"port": 50051}
-    table = asyncio.run(run(tmp_path, objects, hurry=20))
-    for name, seen in table.items():
-        assert seen["lost"] == 0, name
-        if name in EVENTS[:3]:
-            assert (seen["retried"], seen["broken"]) == (0, 0), name
+    table = asyncio.run(run(tmp_path, name, objects, hurry=20))
+    for what, seen in table.items():
+        assert seen["lost"] == 0, what
+        if what in ENDED:
+            assert (seen["retried"], seen["broken"]) == (0, 0), what
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        table = asyncio.run(run(Path(folder), render("base"), hurry=1))
-    print("| event | all ready after | calls answered | sent again | streams cut, with an error | calls lost |")
-    print("|---|---|---|---|---|---|")
-    for name, seen in table.items():
-        row = (f"{seen[each]:.0f}" for each in ("answered", "retried", "broken", "lost"))
-        print(f"| {name} | {seen['seconds']:.0f} s | {' | '.join(row)} |")
+    for name, title in (("base", "Deployment of one-host replicas"), ("hosts", "LeaderWorkerSet of two hosts")):
+        with tempfile.TemporaryDirectory() as folder:
+            table = asyncio.run(run(Path(folder), name, render(name), hurry=1))
+        print(f"| {title} | all ready after | calls answered | sent again | streams cut, with an error | calls lost |")
+        print("|---|---|---|---|---|---|")
+        for what, seen in table.items():
+            row = (f"{seen[each]:.0f}" for each in ("answered", "retried", "broken", "lost"))
+            print(f"| {what} | {seen['seconds']:.0f} s | {' | '.join(row)} |")
 
 
 if __name__ == "__main__":
