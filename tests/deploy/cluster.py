@@ -150,7 +150,7 @@ class Cluster:
         async def notice() -> None:
             await asyncio.sleep(self.lost_after)
             await self._end(group, [pod for pod in group.pods if pod not in lost])
-            del self._kubelets[node]
+            await self._kubelets.pop(node).close()
 
         self._do(notice())
 

@@ -131,7 +131,7 @@ class Scene:
         """Counts from an event until everything is as it should be again, and as many calls more."""
         before, since = Counter(self._callers.counts), time.monotonic()
         event()
-        await asyncio.sleep(0.1)  # the controller has seen it
+        await until(lambda: not self.cluster.is_settled())  # the end of a killed process takes a moment
         await until(self.cluster.is_settled)
         seconds = time.monotonic() - since
         enough = self._callers.counts["answered"] + 8
