@@ -11,6 +11,7 @@ without `parse_config` are what families share.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -283,6 +284,10 @@ class Model:
 
     def axis_sizes(self) -> dict[str, int]:
         """Units along each logical axis; an array may hold several numbers a unit (q, k, v of a head)."""
+        return dict(self._axis_sizes)
+
+    @functools.cached_property
+    def _axis_sizes(self) -> dict[str, int]:
         axes, shapes = jax.tree.leaves(self.axes(), is_leaf=is_tuple), jax.tree.leaves(self.shapes(jnp.float32))
         sizes: dict[str, int] = {}
         for names, leaf in zip(axes, shapes, strict=True):

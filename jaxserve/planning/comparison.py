@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.planning.plan_report import padding, parameters_of, partition
+from jaxserve.planning.plan_report import layout, padding, parameters_of, partition
 from jaxserve.planning.predict import Plan, StagePlan
 from jaxserve.planning.tables import UNKNOWN, Section, number, shape, size
 from sharding.spec import shown
@@ -26,14 +27,34 @@ class PlanDifference(NamedTuple):
 
 
 def differences(ours: Plan, theirs: Plan) -> list[PlanDifference]:
-    """The values in which two plans differ, in the order of the report."""
+    """The values in which two plans differ, in the order of the report; one entry for stages that differ alike."""
     one, other, found = _facts(ours), _facts(theirs), []
     for what in dict.fromkeys([*one, *other]):
         (text, before), (new, after) = one.get(what, _missing(ours, what)), other.get(what, _missing(theirs, what))
         if text != new:
             change = f"{100 * (after / before - 1):+.1f}%" if before and after is not None else ""
             found.append(PlanDifference(what, text, new, change))
-    return found
+    return _merged(found)
+
+
+def _merged(found: Sequence[PlanDifference]) -> list[PlanDifference]:
+    """The differences, with one entry for all stages of equal ones, at the place of the first."""
+    alike: dict[PlanDifference, list[int]] = {}  # without its stage -> its stages; none for what is of no stage
+    for each in found:
+        stage = _STAGE.match(each.what)
+        places = alike.setdefault(each._replace(what=each.what[stage.end() :]) if stage else each, [])
+        places += [int(stage[1])] if stage else []
+    return [
+        each._replace(what=f"stage{'s' * (len(places) > 1)} {_shortened(places)}: {each.what}") if places else each
+        for each, places in alike.items()
+    ]
+
+
+def _shortened(places: Sequence[int]) -> str:
+    """Ascending numbers as text: "0-3, 5"."""
+    firsts = [place for place in places if place - 1 not in places]
+    lasts = [place for place in places if place + 1 not in places]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def section(found: Sequence[PlanDifference], names: tuple[str, str]) -> Section:
@@ -43,6 +64,7 @@ def section(found: Sequence[PlanDifference], names: tuple[str, str]) -> Section:
     return Section(f"{names[1]} against {names[0]}, differences only", ("", *names, "change"), rows, notes)
 
 
+_STAGE = re.compile(r"stage (\d+): ")
 _BAR = 60  # characters of a bar
 
 
@@ -85,7 +107,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         for axis, target in rules.items()
         if title != "axes" or axis in named  # a rule that no parameter follows changes nothing
     }
-    facts |= {name: (text, None) for name, text in padding(plan).items()}
+    facts |= {name: (text, None) for name, text in {"layout": layout(plan), **padding(plan)}.items()}
     for name, part in parameters_of(plan).items():
         facts[name] = (f"{partition(part)} {shape(part.local)}, {size(part.nbytes)}", part.nbytes)
     for index, stage in enumerate(plan.stages):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,7 +20,12 @@ from jaxserve.planning.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache, matmul
 from jaxserve.runner.layout import bucket_sizes, for_buckets
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.sharded_parameters import ShardedParameter, group_layers, is_of_experts, parameters_of
+from jaxserve.runner.sharded_parameters import (
+    ShardedParameter,
+    group_layers,
+    is_of_experts,
+    parameters_of_stages,
+)
 from jaxserve.scheduler import buckets
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.weights import naming
@@ -179,7 +185,7 @@ def predict(deployment: Deployment) -> Plan:
     attention = programs_of_stages[0].shape.attention
     memory = deployment.topology.device.memory
     usable = int(memory * kv_cache.ACCELERATOR_SHARE)
-    parts = [parameters_of(stage) for stage in programs_of_stages]
+    parts = parameters_of_stages(programs_of_stages)
     grouped = group_layers([each.values() for each in parts])
     stages = [_stage(*each, usable, deployment) for each in zip(programs_of_stages, parts, grouped, strict=True)]
     blocks = [
@@ -214,7 +220,7 @@ def predict(deployment: Deployment) -> Plan:
 
 
 def with_buckets(
-    engine: EngineConfig, stages: Iterable[StagePrograms], topology: Topology | None
+    engine: EngineConfig, stages: Sequence[StagePrograms], topology: Topology | None
 ) -> tuple[EngineConfig, str]:
     """The settings with the buckets to compile, and why these, in words.
 
@@ -229,7 +235,7 @@ def with_buckets(
     unknown = replace(engine, buckets=bucket_sizes(engine)), "the default sizes: there is no cost model for this device"
     if topology is None:
         return unknown
-    parts = [(stage, parameters_of(stage)) for stage in stages]
+    parts = list(zip(stages, parameters_of_stages(stages), strict=True))
     loads = [_load(*each) for each in parts]
     if any(load.collectives is None for load in loads):
         return unknown
@@ -251,6 +257,7 @@ def with_buckets(
     )
 
 
+@functools.cache
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """(parameters of a model, parameters that one token uses)."""
     total = active = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -57,17 +58,26 @@ class ShardedParameter:
 
 def parameters_of(stage: StagePrograms) -> dict[str, ShardedParameter]:
     """The parameters of a stage by name, in the order of the model."""
-    axes = {name: axes for name, _, axes, _ in naming.parameters(stage.model, jnp.dtype(stage.shape.attention.dtype))}
-    found: dict[str, ShardedParameter] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(stage.params(), is_leaf=weights.is_matrix):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if isinstance(leaf, Quantized):
-            found[name] = _part(name, axes[name], leaf.values)
-            found[f"{name}.scales"] = _part(f"{name}.scales", axes[name][:-1], leaf.scales)
-        else:
-            found[name] = _part(name, axes[name], leaf)
-    order = {"embed": 0, "layers": 1, "head": 2}
-    return dict(sorted(found.items(), key=lambda item: order[item[0].split(".")[0]]))
+    (found,) = parameters_of_stages([stage])
+    return found
+
+
+def parameters_of_stages(stages: Sequence[StagePrograms]) -> list[dict[str, ShardedParameter]]:
+    """The parameters of each stage of a model by name; their meshes have the same axes, so they are described once."""
+    first, model = stages[0], stages[0].model
+    dtype = jnp.dtype(first.shape.attention.dtype)
+    described = weights.describe(model, dtype, first.place, int8=first.int8)
+    leaves, structure = jax.tree.flatten(described, is_leaf=weights.is_matrix)
+    tree = structure.unflatten(
+        _parts(each.name, each.axes, leaf) for each, leaf in zip(naming.parameters(model, dtype), leaves, strict=True)
+    )
+    found = []
+    for stage in stages:
+        own = model.part(tree, stage.layers)
+        pieces = [own.get("embed"), [own["layers"][layer] for layer in stage.layers], own.get("head")]
+        parts = itertools.chain.from_iterable(jax.tree.leaves(pieces, is_leaf=lambda leaf: isinstance(leaf, tuple)))
+        found.append({part.name: part for part in parts})
+    return found
 
 
 def placement(programs: Sequence[StagePrograms]) -> weights.Place:
@@ -77,6 +87,13 @@ def placement(programs: Sequence[StagePrograms]) -> weights.Place:
     """
     places = {name: stage.place for stage in reversed(programs) for name in parameters_of(stage)}
     return lambda name, shape, axes: places[name](name, shape, axes)
+
+
+def _parts(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct | Quantized) -> tuple[ShardedParameter, ...]:
+    """A parameter, or the values and the scales of one in int8."""
+    if isinstance(leaf, Quantized):
+        return _part(name, axes, leaf.values), _part(f"{name}.scales", axes[:-1], leaf.scales)
+    return (_part(name, axes, leaf),)
 
 
 def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> ShardedParameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +28,15 @@ class Parameter(NamedTuple):
     stored: Stored
 
 
-def parameters(model: models.Model, dtype: jnp.dtype) -> Iterator[Parameter]:
+@functools.lru_cache(maxsize=4)  # plans ask for the same ones again and again
+def parameters(model: models.Model, dtype: jnp.dtype) -> tuple[Parameter, ...]:
     """All parameters of a model, in the order of its tree's leaves."""
     shapes = jax.tree_util.tree_leaves_with_path(model.shapes(dtype))
     axes, stored = (jax.tree.leaves(tree, is_leaf=models.is_tuple) for tree in (model.axes(), model.stored()))
-    for (path, shape), names, source in zip(shapes, axes, stored, strict=True):
-        yield Parameter(jax.tree_util.keystr(path, simple=True, separator="."), shape, names, source)
+    return tuple(
+        Parameter(jax.tree_util.keystr(path, simple=True, separator="."), shape, names, source)
+        for (path, shape), names, source in zip(shapes, axes, stored, strict=True)
+    )
 
 
 def match(

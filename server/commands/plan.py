@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.commands import console, flags
+from server.commands import console, flags, plan_watch
 
 if TYPE_CHECKING:
     from jaxserve.planning.deployment import Deployment
@@ -36,6 +37,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="positions behind each decoding row in the predicted iterations (default: %(default)s)",
     )
     parser.add_argument("--against", metavar="FILE|default", help="compare with this spec, differences only")
+    parser.add_argument(
+        "--watch", action="store_true", help="plan again when the file of --sharding is saved, and print what changed"
+    )
     parser.add_argument("--search", action="store_true", help="rank all (tensor, stages) and rules that fit")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --search: draw the frontier (.png, .svg)")
     parser.add_argument(
@@ -57,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     console.check_positive(args, "context")
     console.check_output("--plot", args.plot, is_picture=True)
     console.check_output("--html", args.html)
+    if args.watch:
+        return _watch(args)
     with console.user_errors():
         answers = _search(args) if args.search else _plan(args)
     if args.json:
@@ -104,6 +110,23 @@ def _plan(args: argparse.Namespace) -> dict[str, Any]:
         result.save(args.html)
         console.say(f"wrote {args.html}; open it in a browser")
     return result.as_json()
+
+
+def _watch(args: argparse.Namespace) -> int:
+    for name in ("against", "search", "json"):
+        if getattr(args, name):
+            raise console.UserError(f"--watch prints what a save of --sharding changes; leave out --{name}")
+    if args.sharding in (None, "default") or not Path(args.sharding).is_file():
+        raise console.UserError("--watch plans again when a file is saved; give --sharding FILE")
+    _stay_on_cpu()
+    from jaxserve.planning import planner
+
+    with console.user_errors():
+        asked = {"context": args.context, "compile": args.compile} | _asked(args)
+        planner.deployment(**_asked(args) | {"spec": "default"})  # mistakes in the flags are not waited for
+    with console.progress_bars() as progress:
+        plan_watch.watch(Path(args.sharding), partial(planner.plan, **asked, progress=progress), args.html)
+    return 0
 
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:

@@ -233,3 +233,25 @@ def test_layers_with_a_window_are_told_apart():
     plan = predict(question(LLAMA | {"model_type": "qwen2", **WINDOWS}, max_rows=2, max_context=512))
     blocks = plan.groups.blocks(plan.slots // plan.block_size)[1]
     assert f"\n{blocks * plan.block_size:,} slots in layers with a window of 256\n" in printed(plan_report.show, plan)
+
+
+def test_stages_that_differ_alike_are_told_once():
+    before = predict(question(BLOOM | {"n_layer": 8}, tensor=2, stages=4, layers_per_stage=(2, 1, 2, 3)))
+    after = dataclasses.replace(before.deployment, engine=dataclasses.replace(before.deployment.engine, slots=4096))
+    found = {each.what: each for each in comparison.differences(before, predict(after))}
+    assert [what for what in found if what.endswith(": pool")] == [
+        "stages 0, 2: pool",
+        "stage 1: pool",
+        "stage 3: pool",
+    ]
+    assert found["slots"].theirs == "4,096"
+    more = predict(
+        dataclasses.replace(before.deployment, engine=dataclasses.replace(before.deployment.engine, max_rows=8))
+    )
+    assert "stages 1-2: state" in {each.what for each in comparison.differences(before, more)}
+
+
+def test_another_layout_is_a_difference():
+    plans = [predict(question(LLAMA, tensor=tensor)) for tensor in (1, 2)]
+    (found,) = (each for each in comparison.differences(*plans) if each.what == "layout")
+    assert (found.ours, found.theirs) == ("tensor 1, stages 1", "tensor 2, stages 1")
