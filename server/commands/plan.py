@@ -123,7 +123,7 @@ def _watch(args: argparse.Namespace) -> int:
 
     with console.user_errors():
         asked = {"context": args.context, "compile": args.compile} | _asked(args)
-        planner.deployment(**_asked(args) | {"spec": "default"})  # mistakes in the flags are not waited for
+        planner.deployment(**planner.with_spec("default", _asked(args)))  # mistakes in the flags are not waited for
     with console.progress_bars() as progress:
         plan_watch.watch(Path(args.sharding), partial(planner.plan, **asked, progress=progress), args.html)
     return 0
