@@ -24,7 +24,7 @@ from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
 from jaxserve.simulate.system import bucket_costs, iteration_seconds
@@ -149,7 +149,7 @@ def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
         )
         device = SimulatedDevice(iteration_seconds(setup.roofline(fit), padded=False), setup.stages)
         replica = SimulatedReplica(scheduler, device, in_flight=setup.stages, host=HostTimes(polls=True))
-        return virtual_clock.serve(coming, [replica])
+        return fleet.serve(coming, [replica])
 
     return serve
 
@@ -176,7 +176,7 @@ def ours_of(setup: Setup, fit: Fit) -> Serve:
             in_flight=setup.stages,
         )
         device = SimulatedDevice(iteration_seconds(roofline, padded=True), setup.stages)
-        return virtual_clock.serve(coming, [SimulatedReplica(scheduler, device, in_flight=setup.stages)])
+        return fleet.serve(coming, [SimulatedReplica(scheduler, device, in_flight=setup.stages)])
 
     return serve
 

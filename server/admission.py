@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING
 
-from jaxserve.scheduler.buckets import BucketLadder
+from jaxserve.scheduler.buckets import BucketLadder, decode_seconds, prompt_rate, seconds_of_work
 from jaxserve.scheduler.order import RequestOrder, make_order
 from server import errors
 from server.auth import ANYBODY, Tenant, current
@@ -148,13 +148,12 @@ class AdmissionController:
     @property
     def prompt_rate(self) -> float:
         """Most prompt tokens a second."""
-        return max(cost.tokens_per_second for cost in self._engine.report.buckets)
+        return prompt_rate(self._engine.report.buckets)
 
     @property
     def _decode_seconds(self) -> float:
         """Seconds of an iteration in which all rows decode."""
-        costs, rows = self._engine.report.buckets, self._engine.config.max_rows
-        return next((cost for cost in costs if cost.size >= rows), costs[-1]).milliseconds / 1000
+        return decode_seconds(self._engine.report.buckets, self._engine.config.max_rows)
 
     @property
     def _tokens_per_second(self) -> float:
@@ -246,8 +245,9 @@ class AdmissionController:
         if not load.outstanding_tokens:
             return 0.0  # of an engine that is not ready no costs are known, and it has no requests
         answers = (load.outstanding_tokens - load.prefill_tokens) * self._used_share
-        prompt_rate = self.prompt_rate * self._engine.config.replicas
-        return load.prefill_tokens / prompt_rate + answers * self._decode_seconds / self._max_rows
+        config, costs = self._engine.config, self._engine.report.buckets
+        work = seconds_of_work(costs, config.max_rows, prompt_tokens=load.prefill_tokens, answer_tokens=answers)
+        return work / config.replicas
 
     def now(self) -> float:
         """Monotonic seconds."""

@@ -112,6 +112,21 @@ class BucketLadder:
         return sizes[fills] if apart < together else sizes[holds_all]
 
 
+def prompt_rate(costs: Sequence[BucketCost]) -> float:
+    """Most prompt tokens a second, at these costs."""
+    return max(cost.tokens_per_second for cost in costs)
+
+
+def decode_seconds(costs: Sequence[BucketCost], max_rows: int) -> float:
+    """Seconds of an iteration in which all rows decode, at these costs."""
+    return next((cost for cost in costs if cost.size >= max_rows), costs[-1]).milliseconds / 1000
+
+
+def seconds_of_work(costs: Sequence[BucketCost], max_rows: int, *, prompt_tokens: float, answer_tokens: float) -> float:
+    """Seconds that prompts and answers take with all rows in use, at these costs."""
+    return prompt_tokens / prompt_rate(costs) + answer_tokens * decode_seconds(costs, max_rows) / max_rows
+
+
 def default_sizes(
     max_rows: int, token_budget: int | None, *, objective: bool = False, doublings: int = 0
 ) -> tuple[int, ...]:

@@ -186,3 +186,38 @@ class OutcomeTable:
         columns = (self._arrivals, self._prompts, self._tokens, self._starts, self._ends)
         for number, values in enumerate(zip(*columns, strict=True)):
             yield ShortOutcome(*values, self._errors.get(number))
+
+
+class TableOutcome:
+    """Writes the outcome of a live request into a table, as `Outcome` keeps it."""
+
+    __slots__ = ("_end", "_gaps", "_number", "_start", "_table", "tokens")
+
+    def __init__(self, table: OutcomeTable, number: int) -> None:
+        self._table, self._gaps, self._number, self.tokens = table, table.gaps, number, 0
+        self._start = self._end = 0.0
+
+    def add(self, now: float, count: int) -> None:
+        """Tokens have come."""
+        if not self.tokens:
+            self._start = now
+        elif (gap := now - self._end) == self._gaps.last:
+            self._gaps.run += 1
+        else:
+            self._gaps.count(gap)
+        if count > 1:
+            self._gaps.add(0.0, count - 1)
+        self._end = now
+        self.tokens += count
+
+    def advance(self, times: Sequence[float]) -> None:
+        """A token has come at each of these times; the gaps are counted."""
+        self.tokens += len(times)
+        self._end = times[-1]
+
+    def ended(self, error: str | None = None) -> None:
+        """The request has ended, or was refused."""
+        if error is not None:
+            self._table.refused(self._number, error)
+        elif self.tokens:
+            self._table.ended(self._number, tokens=self.tokens, start=self._start, end=self._end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,10 +16,18 @@ from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.factory import make_scheduler
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import fleet
 from jaxserve.simulate.outcome import Outcome, OutcomeTable, ShortOutcome
 from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
-from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica, StageSeconds
+from jaxserve.simulate.virtual_clock import (
+    EOS,
+    Arrival,
+    HostTimes,
+    SimulatedDevice,
+    SimulatedReplica,
+    StageSeconds,
+    Watch,
+)
 
 # Contexts of the decodes in a bucket's cost, and for the cost of a longer one, as in the engine's measurement.
 _CONTEXT, _LONG_CONTEXT = 128, 512
@@ -68,11 +76,17 @@ class SimulatedEngine:
             block_bytes=self.block_bytes,
         )
 
-    def serve(self, incoming: Sequence[Arrival], times: list[Outcome] | None = None) -> SimulationResult:
+    def serve(
+        self,
+        incoming: Sequence[Arrival],
+        times: list[Outcome] | None = None,
+        scaling: Callable[[Sequence[SimulatedReplica]], fleet.Scaling] | None = None,
+    ) -> SimulationResult:
         """Serve every arrival (ascending in time).
 
         Args:
           times: gets the outcomes with the times of all tokens, instead of the result's table.
+          scaling: makes what chooses the replicas that take requests over time; without it all do.
         """
         served = SimulationResult(slots=self.slots, stages=self.config.stages * self.replicas)
         replicas, devices = [], []
@@ -92,9 +106,9 @@ class SimulatedEngine:
                 )
             )
         if times is None:
-            virtual_clock.serve_into(served.outcomes, incoming, replicas)
+            fleet.serve_into(served.outcomes, incoming, replicas, scaling and scaling(replicas))
         else:
-            times += virtual_clock.serve(incoming, replicas)
+            times += fleet.serve(incoming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
         hosts = [host for replica in replicas if (host := replica.scheduler.pool.host) is not None]
         served.loaded = self.groups.block_size * sum(host.loaded_blocks for host in hosts) // self.groups.count
@@ -159,7 +173,7 @@ class SimulationResult:
         """Share of the time that a stage is busy."""
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
-    def recorder(self, pool: SlotPool | GroupedPool, *, sampled: bool) -> virtual_clock.Watch:
+    def recorder(self, pool: SlotPool | GroupedPool, *, sampled: bool) -> Watch:
         """Returns a function that records the load of each iteration and of the pool of a replica.
 
         Args:

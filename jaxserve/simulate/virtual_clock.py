@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,13 +13,10 @@ import numpy as np
 from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import Request, TokenEvent
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import routing
 from jaxserve.scheduler.host_cache import HostCopies, Load
-from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.scheduler.state import allocation_of, check_fits
-from jaxserve.simulate.outcome import GapCounts, Outcome, OutcomeTable
+from jaxserve.scheduler.state import check_fits
+from jaxserve.simulate.outcome import GapCounts, Outcome, TableOutcome
 from jaxserve.simulate.outputs import SimulatedOutputs
 from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
 from jaxserve.simulate.workload import DrawnPrompt, Workload
@@ -154,107 +150,11 @@ def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: 
     return Arrivals(workload, max_tokens, max_context)
 
 
-def serve(incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> list[Outcome]:
-    """Serve every arrival (ascending in time) as the engine would, and return token times.
-
-    Each arrival is routed as in the engine, to the replica with the fewest outstanding tokens after cached prefixes.
-
-    Returns:
-      An outcome for each arrival; a refused one has an error.
-    """
-    outcomes: list[Outcome] = []
-
-    def kept(arrival: Arrival) -> Outcome:
-        outcomes.append(Outcome(arrival=arrival.time, prompt_tokens=len(arrival.prompt)))
-        return outcomes[-1]
-
-    _serve(incoming, replicas, kept)
-    return outcomes
-
-
-def serve_into(table: OutcomeTable, incoming: Sequence[Arrival], replicas: Sequence[SimulatedReplica]) -> None:
-    """Serve every arrival as `serve` does, and keep the outcomes in a new table."""
-    for replica in replicas:
-        replica.gaps = table.gaps
-    _serve(incoming, replicas, lambda each: _TableOutcome(table, table.add(each.time, len(each.prompt))))
-
-
-class _TableOutcome:
-    """Writes the outcome of a live request into a table, as `Outcome` keeps it."""
-
-    __slots__ = ("_end", "_gaps", "_number", "_start", "_table", "tokens")
-
-    def __init__(self, table: OutcomeTable, number: int) -> None:
-        self._table, self._gaps, self._number, self.tokens = table, table.gaps, number, 0
-        self._start = self._end = 0.0
-
-    def add(self, now: float, count: int) -> None:
-        """Tokens have come."""
-        if not self.tokens:
-            self._start = now
-        elif (gap := now - self._end) == self._gaps.last:
-            self._gaps.run += 1
-        else:
-            self._gaps.count(gap)
-        if count > 1:
-            self._gaps.add(0.0, count - 1)
-        self._end = now
-        self.tokens += count
-
-    def advance(self, times: Sequence[float]) -> None:
-        """A token has come at each of these times; the gaps are counted."""
-        self.tokens += len(times)
-        self._end = times[-1]
-
-    def ended(self, error: str | None = None) -> None:
-        """The request has ended, or was refused."""
-        if error is not None:
-            self._table.refused(self._number, error)
-        elif self.tokens:
-            self._table.ended(self._number, tokens=self.tokens, start=self._start, end=self._end)
-
-
-def _serve(
-    incoming: Sequence[Arrival],
-    replicas: Sequence[SimulatedReplica],
-    outcome_of: Callable[[Arrival], Outcome | _TableOutcome],
-) -> None:
-    sampling: dict[tuple[int, bool], SamplingParams] = {}
-    prefixes = PrefixIndex([replica.scheduler.pool for replica in replicas]) if len(replicas) > 1 else None
-    for index, arrival in enumerate(incoming):
-        for replica in replicas:
-            replica.advance(arrival.time)
-        outcome, kind = outcome_of(arrival), (arrival.max_tokens, arrival.max_tokens == arrival.output)
-        limit = sampling.get(kind)
-        if limit is None:
-            limit = SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, ignore_eos=kind[1])
-            sampling[kind] = limit
-        # Without a prefix cache the token values do not matter.
-        tokens_matter = replicas[0].scheduler.pool.prefix_cache
-        request = Request(
-            request_id=str(index),
-            prompt=tuple(arrival.prompt.tolist()) if tokens_matter else (0,) * len(arrival.prompt),
-            sampling=limit,
-            priority=arrival.priority,
-            arrival=arrival.time,
-            tenant=arrival.tenant,
-        )
-        if prefixes is None:
-            replicas[0].submit(request, arrival, outcome, 0)
-            continue
-        cached = prefixes.cached_tokens(allocation_of(request))
-        chosen = routing.choose([replica.outstanding_tokens(arrival.time) for replica in replicas], cached)
-        replicas[chosen].submit(request, arrival, outcome, cached[chosen])
-    for replica in replicas:
-        replica.advance(math.inf)
-        assert not replica.scheduler.has_work
-
-
 class _LiveRequest(NamedTuple):
     """A request that has not ended."""
 
     arrival: Arrival
-    outcome: Outcome | _TableOutcome
+    outcome: Outcome | TableOutcome
     uncached: int  # prompt tokens that were outstanding at its arrival
 
     @property
@@ -267,6 +167,9 @@ class SimulatedReplica:
     """Simulates `jaxserve.loop.EngineLoop` with a device that computes nothing but time.
 
     All tokens are 0, except EOS where a request ends before its limit.
+
+    Attributes:
+      prefill_tokens: uncached prompt tokens of the requests that have no token yet.
     """
 
     def __init__(
@@ -299,13 +202,13 @@ class SimulatedReplica:
         self.gaps: GapCounts | None = None  # of the table that the outcomes are kept in, if they are
         self.submitted: list[Request] = []  # that the loop has not admitted yet
         self._alive: dict[str, _LiveRequest] = {}
-        self._outstanding = 0
+        self._outstanding = self.prefill_tokens = 0
         self._settled: deque[tuple[float, int]] = deque()  # (time, tokens) that are done after the last arrival
         self._early = False  # whether some request ends before its limit
         self._results: dict[int, IterationResult] = {}
         self._last: dict[int, int] = {}  # row -> position of its request's last token
 
-    def submit(self, request: Request, arrival: Arrival, outcome: Outcome | _TableOutcome, cached: int) -> None:
+    def submit(self, request: Request, arrival: Arrival, outcome: Outcome | TableOutcome, cached: int) -> None:
         """Submit a request at its arrival time; the loop admits it at its next step.
 
         Args:
@@ -314,9 +217,20 @@ class SimulatedReplica:
         self._now = max(self._now, arrival.time)
         self._early = self._early or not request.sampling.ignore_eos
         uncached = len(request.prompt) - cached
+        self.prefill_tokens += uncached
         self._outstanding = self.outstanding_tokens(arrival.time) + uncached + request.sampling.max_tokens
         self._alive[request.request_id] = _LiveRequest(arrival, outcome, uncached)
         self.submitted.append(request)
+
+    @property
+    def now(self) -> float:
+        """How far it has come; without live requests, when the last one ended."""
+        return self._now
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no live request."""
+        return not self._alive
 
     def outstanding_tokens(self, now: float) -> int:
         """Outstanding tokens of the live requests, as known at this time."""
@@ -366,6 +280,7 @@ class SimulatedReplica:
             except InvalidRequest as refusal:
                 alive = self._alive.pop(request.request_id)
                 alive.outcome.ended(str(refusal))
+                self.prefill_tokens -= alive.uncached
                 self._settled.append((self._now, alive.uncached + request.sampling.max_tokens))
         self.submitted.clear()
 
@@ -403,6 +318,7 @@ class SimulatedReplica:
             if generated := len(event.token_ids):
                 if not outcome.tokens:
                     settled += uncached
+                    self.prefill_tokens -= uncached
                 outcome.add(now, generated)
                 settled += generated
             if event.finish_reason is not None:

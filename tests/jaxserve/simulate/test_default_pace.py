@@ -13,7 +13,7 @@ from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.system import bucket_costs
 from jaxserve.simulate.virtual_clock import Arrival, SimulatedDevice, SimulatedReplica
@@ -39,7 +39,7 @@ def serve(coming: Sequence[Arrival], costs: list[BucketCost], rows: int, *, pace
     made = Scheduler(pool, ladder, max_rows=rows, max_context=512, policy=policy)
     seconds = {cost.size: cost.milliseconds / 1000 for cost in costs}
     device = SimulatedDevice(lambda plan: [seconds[plan.bucket]], 1)
-    return report.summarise("", virtual_clock.serve(coming, [SimulatedReplica(made, device, in_flight=2)]))
+    return report.summarise("", fleet.serve(coming, [SimulatedReplica(made, device, in_flight=2)]))
 
 
 @pytest.mark.parametrize(("share", "longest"), [(0.8, 32), (1.2, 64)])

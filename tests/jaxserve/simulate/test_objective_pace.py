@@ -14,7 +14,7 @@ from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.virtual_clock import SimulatedDevice, SimulatedReplica
 from jaxserve.simulate.workload import Range
@@ -59,7 +59,7 @@ def serve(machine: Machine, *, requests: int, rate: float, seed: int, target: fl
     pool = SlotPool(ROWS * CONTEXT // 16, 16, policy="grow", prefix_cache=False)
     made = Scheduler(pool, ladder, max_rows=ROWS, max_context=CONTEXT, policy=policy)
     replica = SimulatedReplica(made, SimulatedDevice(machine.seconds, 1), in_flight=2)
-    outcomes = virtual_clock.serve(coming, [replica])
+    outcomes = fleet.serve(coming, [replica])
     gaps = [np.diff(each.token_times) for each in outcomes]
     return Served(
         np.array([each.first_token for each in outcomes]), np.array([g.mean() for g in gaps]), np.concatenate(gaps)

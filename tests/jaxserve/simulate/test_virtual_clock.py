@@ -11,7 +11,7 @@ import pytest
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.simulate import virtual_clock
+from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica
 
@@ -28,7 +28,7 @@ def scheduler(*, rows=1, stages=1, sizes=(64,), **more) -> Scheduler:
 
 def run(coming, made, seconds, *, stages=1, in_flight=1, **more):
     device = SimulatedDevice(lambda _: [seconds] * stages, stages)
-    return virtual_clock.serve(coming, [SimulatedReplica(made, device, in_flight=in_flight, **more)])
+    return fleet.serve(coming, [SimulatedReplica(made, device, in_flight=in_flight, **more)])
 
 
 def test_a_server_of_constant_time_queues_as_by_hand():
@@ -121,7 +121,7 @@ def by_two(coming, *, seconds=1.0, rows=1) -> tuple[list, list[int]]:
     """Outcomes of two replicas that take so long an iteration, and how many iterations each ran."""
     devices = [SimulatedDevice(lambda _: [seconds], 1) for _ in range(2)]
     replicas = [SimulatedReplica(scheduler(rows=rows), device, in_flight=1) for device in devices]
-    outcomes = virtual_clock.serve(coming, replicas)
+    outcomes = fleet.serve(coming, replicas)
     return outcomes, [round(device.busy[0] / seconds) for device in devices]
 
 
@@ -153,6 +153,6 @@ def test_two_replicas_are_two_servers():
 
 
 def test_no_jax_is_needed():
-    modules = "virtual_clock, system, ladder"
+    modules = "fleet, virtual_clock, system, ladder"
     program = f"import sys; from jaxserve.simulate import {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
