@@ -16,13 +16,12 @@ from jaxserve.simulate.virtual_clock import Arrival, SimulatedReplica
 
 
 class Scaling(Protocol):
-    """Decides over time which replicas take new requests.
+    """Decides over time which replicas take new requests."""
 
-    Attributes:
-      ready: the replicas that take them, by their places; at least one.
-    """
-
-    ready: Sequence[int]
+    @property
+    def ready(self) -> Sequence[int]:
+        """The replicas that take them, by their places; at least one."""
+        ...
 
     def advance(self, now: float) -> None:
         """Act up to this time, before the arrival at it is routed."""

@@ -200,7 +200,7 @@ class SteadyScheduler(Scheduler):
             return plan
         sampled = (state for state, chunk in zip(builder.states, builder.chunks, strict=True) if chunk.samples)
         states = [state for state in sampled if self._lasts(state)]
-        if states and self._may_count(2 * self._max_rows):
+        if states and self._may_count(self._max_rows // 4):
             for state in states:
                 self._count(state)
             self.requests.running[:] = [state for state in self.requests.running if state.name not in self._steady]

@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -219,6 +220,7 @@ def read_trace(
     vocab_size: int,
     seed: int,
     limit: int | None = None,
+    seconds: float | None = None,
     speed: float = 1.0,
     columns: Mapping[str, str] | None = None,
 ) -> Workload:
@@ -231,6 +233,7 @@ def read_trace(
 
     Args:
       limit: number of requests to take from the start of the trace, which is repeated if it has fewer; None takes all.
+      seconds: takes the requests of so many seconds instead, from a trace that is repeated as often as it takes.
       speed: 2 replays the arrivals twice as fast.
       columns: for CSV with another header: the columns of `time` (a date or seconds), `prompt` and `output` (tokens)
         and, if there is one, `tenant`.
@@ -254,6 +257,14 @@ def read_trace(
         raise ValueError(f"{path}: the trace holds no requests")
 
     count = limit or len(records)
+    if seconds is not None:
+        times = [(record.time - records[0].time) / speed for record in records]
+        period = times[-1] * len(records) / max(len(records) - 1, 1)
+        if not period > 0:
+            raise ValueError(f"{path}: all requests come at once; they have no rate to fill {seconds:g} s with")
+        copies, rest = divmod(seconds, period)
+        count = int(copies) * len(records) + bisect_right(times, rest)
+        del records[count:]
     jobs, clipped, lost, total = [], 0, 0, 0
     for number, record in enumerate(records):
         times = (count - number - 1) // len(records) + 1  # it comes so often

@@ -117,8 +117,8 @@ def size(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Seconds in a text such as `1.5s` or `100ms`."""
-    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
+    """Seconds in a text such as `1.5s`, `100ms` or `2h`."""
+    for unit, scale in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)):
         if text.endswith(unit):
             try:
                 seconds = float(text.removesuffix(unit)) * scale

@@ -14,7 +14,7 @@ from server.commands.plan import make_deployment
 
 if TYPE_CHECKING:
     from jaxserve.simulate.policy_comparison import Policy
-    from jaxserve.simulate.system import Objective
+    from jaxserve.simulate.system import Objective, SimulatedEngine
     from jaxserve.simulate.workload import Workload
 
 HELP = """\
@@ -22,9 +22,12 @@ Runs the engine's own scheduler on a virtual clock, with a roofline model of the
 
   jaxserve simulate --trace FILE --model bloom-176b --topology a100-80g:1x8 --tensor 8 --max-rows 64
   jaxserve simulate --trace FILE --model gpt3-13b --topology h100:1 --slo ttft=500ms,tpot=50ms --speed 2
+  jaxserve simulate --trace FILE --day 3h --autoscale deploy/kustomize/components/scaling/scaledobject.yaml \
+    --model gpt3-13b --topology h100:1
   jaxserve simulate --rate 12 --requests 1000000 --policies grow --model gpt3-13b --topology h100:1
 
---trace serves recorded traffic under several policies, --rate synthetic traffic. Traces: Azure LLM inference (CSV:
+--trace serves recorded traffic under several policies, --rate synthetic traffic. With --autoscale replicas follow the
+load by the rule of a KEDA ScaledObject, beside fleets of a fixed size. Traces: Azure LLM inference (CSV:
 TIMESTAMP,ContextTokens,GeneratedTokens) and Mooncake (a JSON object a line: timestamp, input_length, output_length,
 hash_ids). Requests longer than the context are clipped. The engine's flags mean what they mean to `jaxserve serve`.
 docs/simulator.md explains and has examples."""
@@ -60,6 +63,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="X",
         help="another tenant that sends X times this traffic as well, with turns between tenants and without",
+    )
+    group = parser.add_argument_group("replicas that follow the load")
+    group.add_argument(
+        "--autoscale",
+        type=Path,
+        metavar="FILE",
+        help="a ScaledObject whose rule sets the replicas, instead of policies; --topology has the devices of one",
+    )
+    group.add_argument(
+        "--replica-start",
+        type=flags.duration,
+        default="120s",
+        metavar="S",
+        help="from the start of a replica until it takes requests (default: %(default)s)",
+    )
+    group.add_argument(
+        "--day",
+        type=flags.duration,
+        metavar="3h",
+        help="move a trace's requests to follow a day of this length, from its quietest time to the next",
     )
     add_trace_flags(parser)
 
@@ -113,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
-    deployment, objective = make_deployment(args), args.slo
-    workload = (_synthetic if args.trace is None else read_trace)(args, deployment.max_context)
+    deployment = make_deployment(args)
+    workload = _workload(args, deployment.max_context)
     from jaxserve.planning import plan_report
     from jaxserve.planning.cost import calibration
     from jaxserve.planning.predict import predict
@@ -123,6 +146,32 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     plan = predict(deployment)
     deployment = plan.deployment
     system = policy_comparison.system_of(plan, deployment.engine)
+    title = f"{workload.name}, {workload.duration:,.0f} s; {plan_report.headline(plan)}"
+    answer = {
+        "workload": workload.name,
+        "notes": workload.notes,
+        "clipped": workload.clipped,
+        "calibration": calibration(deployment.topology.device),
+        "slots": system.slots,
+    }
+    if not args.json:
+        out.print(f"[bold]{title}[/bold]")
+        buckets = ", ".join(str(cost.size) for cost in system.costs)
+        out.print(f"{deployment.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
+        out.print(f"buckets: {plan.buckets_reason}")
+        out.print(calibration(deployment.topology.device))
+        for note in workload.notes:
+            out.print(note)
+    serve = _serve_policies if args.autoscale is None else _serve_autoscaled
+    return answer | serve(args, system, workload, title, out)
+
+
+def _serve_policies(
+    args: argparse.Namespace, system: SimulatedEngine, workload: Workload, title: str, out: Console
+) -> dict[str, Any]:
+    from jaxserve.simulate import policy_comparison
+
+    objective = args.slo
     with console.progress_bars() as progress:
         replays = policy_comparison.compare(
             system,
@@ -133,26 +182,46 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
             progress=progress,
         )
     figures = [policy_comparison.figures(each, objective) for each in replays]
-    title = f"{workload.name}, {workload.duration:,.0f} s; {plan_report.headline(plan)}"
     if not args.json:
-        out.print(f"[bold]{title}[/bold]")
-        buckets = ", ".join(str(cost.size) for cost in system.costs)
-        out.print(f"{deployment.engine.max_rows} rows, {system.slots:,} slots, buckets {buckets}")
-        out.print(f"buckets: {plan.buckets_reason}")
-        out.print(calibration(deployment.topology.device))
-        for note in workload.notes:
-            out.print(note)
         policy_comparison.show(figures, objective, system.slots, out)
     if args.plot is not None:
         policy_comparison.plot(replays, objective, title, args.plot)
-    return {
-        "workload": workload.name,
-        "notes": workload.notes,
-        "clipped": workload.clipped,
-        "calibration": calibration(deployment.topology.device),
-        "slots": system.slots,
-        "policies": figures,
-    }
+    return {"policies": figures}
+
+
+def _serve_autoscaled(
+    args: argparse.Namespace, system: SimulatedEngine, workload: Workload, title: str, out: Console
+) -> dict[str, Any]:
+    from jaxserve.simulate import day
+    from jaxserve.simulate.autoscaling import ScalingRule
+
+    if args.policies is not None or args.flood or system.replicas > 1:
+        raise console.UserError("--autoscale does not go with --policies, --flood or --replicas: it sets the replicas")
+    with console.progress_bars() as progress:
+        results = day.compare(
+            system,
+            workload,
+            ScalingRule.read(args.autoscale),
+            start_seconds=args.replica_start,
+            max_tokens=args.client_max_tokens,
+            progress=progress,
+        )
+    figures = [day.figures(each, args.slo) for each in results]
+    if not args.json:
+        day.show(figures, args.slo, out)
+    if args.plot is not None:
+        day.plot(results, args.slo, title, args.plot)
+    return {"fleets": figures}
+
+
+def _workload(args: argparse.Namespace, max_context: int) -> Workload:
+    if args.day is None:
+        return (_synthetic if args.trace is None else read_trace)(args, max_context)
+    from jaxserve.simulate import day
+
+    if args.trace is None or args.requests is not None:
+        raise console.UserError("--day goes with --trace and without --requests: its length says how many there are")
+    return day.of_a_day(read_trace(args, max_context, seconds=args.day), args.day)
 
 
 def _synthetic(args: argparse.Namespace, max_context: int) -> Workload:
@@ -180,8 +249,8 @@ def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
     return [known[name] for name in names.split(",")]
 
 
-def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
-    """The recorded traffic that the flags name; its notes say how many requests were clipped."""
+def read_trace(args: argparse.Namespace, max_context: int, seconds: float | None = None) -> Workload:
+    """The recorded traffic that the flags name, of so many seconds; its notes say how many requests were clipped."""
     from jaxserve.simulate import workload as load
 
     return load.read_trace(
@@ -190,6 +259,7 @@ def read_trace(args: argparse.Namespace, max_context: int) -> Workload:
         vocab_size=_VOCABULARY,
         seed=args.seed,
         limit=args.requests,
+        seconds=seconds,
         speed=args.speed,
         columns=args.columns,
     )
