@@ -26,11 +26,18 @@ class Tokenizer:
     Attributes:
       chat_template: renders chats as text; None if the checkpoint has none.
       most_bytes: most bytes of a text that one token stands for, in UTF-8; None if there is no such bound.
+      directory: of the checkpoint that it was read from; None for one that was made otherwise.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        directory: Path | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self.chat_template = chat_template
+        self.directory = directory
         tokenizer.no_truncation()  # prompts are never truncated: too long ones are refused
         tokenizer.no_padding()
         self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
@@ -46,8 +53,9 @@ class Tokenizer:
         Raises:
           ValueError: a file exists and cannot be read.
         """
-        tokenizer = tokenizer_files.read(Path(path))
-        return None if tokenizer is None else cls(tokenizer, ChatTemplate.from_directory(Path(path)))
+        directory = Path(path)
+        tokenizer = tokenizer_files.read(directory)
+        return None if tokenizer is None else cls(tokenizer, ChatTemplate.from_directory(directory), directory)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Encodes a text as token ids.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.text.tokenizer_archive import tokenizer_archive
 from server import auth, errors
 from server.call import Call, Generation, new_id
 from server.compat.vllm_kv_events import kv_event_batch
@@ -23,6 +25,7 @@ from server.proto.vllm.grpc.engine import vllm_engine_pb2 as pb
 from server.proto.vllm.grpc.engine import vllm_engine_pb2_grpc
 
 MAX_ABORTS = 4096  # request ids of one Abort
+_ARCHIVE_PART = 64 << 10  # bytes of a message of GetTokenizer
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -32,6 +35,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._handler, self._engine = handler, handler.engine
         self._started = time.monotonic()
         self._latest = 0.0  # Unix time of the last Generate
+        self._archive: asyncio.Future[bytes] | None = None  # of the tokenizer's files, once somebody has asked
         self._calls: dict[tuple[str, str], set[_Abortable]] = {}  # by tenant and request id
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -128,6 +132,21 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
         now, version = datetime.now(UTC).isoformat(), self._handler.version
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[load_message])
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> None:
+        async with calls.answering(self._handler, context, new_id()):
+            tokenizer = self._engine.tokenizer
+            if tokenizer is None or tokenizer.directory is None:
+                raise errors.ApiError(
+                    errors.ErrorKind.UNSUPPORTED, "this checkpoint has no tokenizer files; send token ids"
+                )
+            if self._archive is None:  # compressing takes a second, and many routers may ask
+                self._archive = asyncio.ensure_future(asyncio.to_thread(tokenizer_archive, tokenizer.directory))
+            archive = await asyncio.shield(self._archive)
+            for start in range(0, len(archive), _ARCHIVE_PART):
+                is_last = start + _ARCHIVE_PART >= len(archive)
+                digest = hashlib.sha256(archive).hexdigest() if is_last else ""
+                await context.write(pb.GetTokenizerChunk(data=archive[start : start + _ARCHIVE_PART], sha256=digest))
 
     async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Any) -> None:
         tenant, log = auth.current.get(), self._handler.kv_events

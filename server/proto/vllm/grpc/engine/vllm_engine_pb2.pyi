@@ -321,6 +321,18 @@ class SchedulerLoad(_message.Message):
     prefill_tokens: int
     def __init__(self, dp_rank: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_total_reqs: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., max_total_num_tokens: _Optional[int] = ..., token_usage: _Optional[float] = ..., cache_hit_rate: _Optional[float] = ..., utilization: _Optional[float] = ..., max_running_requests: _Optional[int] = ..., num_waiting_uncached_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ...) -> None: ...
 
+class GetTokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTokenizerChunk(_message.Message):
+    __slots__ = ("data", "sha256")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    sha256: str
+    def __init__(self, data: _Optional[bytes] = ..., sha256: _Optional[str] = ...) -> None: ...
+
 class SubscribeKvEventsRequest(_message.Message):
     __slots__ = ("start_sequence_number",)
     START_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]

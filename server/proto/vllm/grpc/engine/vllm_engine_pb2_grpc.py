@@ -64,6 +64,11 @@ class VllmEngineStub:
                 request_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_stream(
+                '/vllm.grpc.engine.VllmEngine/GetTokenizer',
+                request_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetTokenizerChunk.FromString,
+                _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
                 request_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.SubscribeKvEventsRequest.SerializeToString,
@@ -122,6 +127,16 @@ class VllmEngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """The checkpoint's tokenizer files and its chat template, for a router that has no copy: a zip in parts.
+
+        Status codes:
+        FAILED_PRECONDITION  the checkpoint has no tokenizer
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubscribeKvEvents(self, request, context):
         """What changes in the prefix cache, as it changes. Events name all tenants' tokens, so where keys are required the
         caller is an operator.
@@ -168,6 +183,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
                     response_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetTokenizerChunk.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
@@ -337,6 +357,33 @@ class VllmEngine:
             '/vllm.grpc.engine.VllmEngine/GetLoads',
             server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
             server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/GetTokenizer',
+            server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetTokenizerRequest.SerializeToString,
+            server_dot_proto_dot_vllm_dot_grpc_dot_engine_dot_vllm__engine__pb2.GetTokenizerChunk.FromString,
             options,
             channel_credentials,
             insecure,
