@@ -3,10 +3,12 @@
 Answers are compared with those of `Engine.generate`.
 """
 
+import io
 import re
 import shutil
 import statistics
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ import tokenizers
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from server.proto.inference import open_inference_grpc_pb2 as kserve_pb
 from server.proto.inference.open_inference_grpc_pb2_grpc import GRPCInferenceServiceStub
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -251,6 +254,15 @@ def last_sequence(it: Callers) -> int:
     last = next(call).sequence_number
     call.cancel()
     return last
+
+
+def test_a_router_tokenizes_with_the_fetched_files(it: Callers, tmp_path: Path) -> None:
+    archive = b"".join(part.data for part in it.vllm.GetTokenizer(vllm_pb.GetTokenizerRequest()))
+    zipfile.ZipFile(io.BytesIO(archive)).extractall(tmp_path)
+    fetched, own = Tokenizer.from_directory(tmp_path), it.engine.tokenizer
+    assert fetched is not None
+    assert own is not None
+    assert fetched.encode("a router's text") == own.encode("a router's text")
 
 
 def test_abort_ends_the_calls_of_an_id_and_no_other(it: Callers) -> None:
