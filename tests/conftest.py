@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -24,6 +25,10 @@ import pytest
 from jaxtyping import install_import_hook
 
 from jaxserve.runner import cache_folder
+
+# Rewritten tests are kept, whatever the environment says: every worker would rewrite all of them anew, 7 s of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 jax.config.update("jax_num_cpu_devices", 8)
 # The compilers of accelerators are in environments of their own. What they compile without a device is compiled as
