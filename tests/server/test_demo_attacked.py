@@ -260,7 +260,7 @@ async def all_of(count: int, at_once: int, one: Callable[[int], Awaitable[None]]
     await asyncio.gather(*map(bounded, range(count)))
 
 
-streaming = pytest.mark.parametrize("protocol", ["grpc", "vllm", "openai", "tgi"])
+streaming = over("grpc", "vllm", "openai", "tgi")
 
 
 @streaming
@@ -303,7 +303,7 @@ def test_thousands_of_streams_are_half_closed(attack: Attack, protocol: str) -> 
     attack(part)
 
 
-@over("grpc", "vllm", "openai", "tgi")
+@streaming
 def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> None:
     """They stay until the engine is done with all of them, which waits for none."""
 
