@@ -113,7 +113,7 @@ def test_a_target_delays_first_tokens_only_where_it_gains_something(machine, tig
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(**CASES)
 def test_a_target_delays_first_tokens_only_where_it_gains_something_in_many_cases(
     machine, tightness, requests, load, seed
@@ -136,7 +136,7 @@ def test_a_target_that_can_be_met_is(machine, room, requests, load, seed):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(machine=MACHINES, room=st.floats(1, 4), **TRAFFIC)
 def test_a_target_that_can_be_met_is_in_many_cases(machine, room, requests, load, seed):
     check_target_is_met(machine, room, requests, load, seed)

@@ -105,7 +105,7 @@ def test_counted_rows_have_the_outcomes_of_listed_ones(engine, coming):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(engine=engines(), coming=traffic())
 def test_counted_rows_have_the_outcomes_of_listed_ones_in_many_cases(engine, coming):
     check(engine, coming)
