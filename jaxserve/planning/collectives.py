@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.planning.cost import Collective
@@ -68,6 +68,18 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
         Collective(kind, what, nbytes, per_row, parts_of(over, stage.mesh.shape), times, over)
         for (kind, what, nbytes, over, per_row), times in found.items()
     )
+
+
+def gathers(
+    parameters: Iterable[ShardedParameter], gather: Collection[str], mesh: Mapping[str, int]
+) -> tuple[Collective, ...]:
+    """The gathers of layers' weights over the spec's axes of `gather`, which are there whatever else is unknown."""
+    found = []
+    for part in parameters:
+        over = tuple(axis for target in part.partition for axis in names(target) if axis in gather)
+        if part.name.startswith("layers.") and (group := parts_of(over, mesh)) > 1:
+            found.append(Collective("all-gather", part.name, part.nbytes * group, False, group, part.count, over, True))
+    return tuple(found)
 
 
 def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter[_Exchange]:

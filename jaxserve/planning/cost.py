@@ -61,7 +61,7 @@ class Collective(NamedTuple):
     Attributes:
       kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute, as XLA calls them.
       what: the operation whose result it is, such as `layers.*.out`.
-      nbytes: bytes of the result, for each token or, if `per_row`, for each row with logits.
+      nbytes: bytes of the result, for each token; if `per_row`, for each row with logits; if `per_step`, in all.
       group: devices that take part.
       times: number in one iteration of a stage (one per layer for operations of layers).
       over: the mesh axes of the group; empty if they are not known.
@@ -74,10 +74,15 @@ class Collective(NamedTuple):
     group: int
     times: int
     over: tuple[str, ...] = ()
+    per_step: bool = False
+
+    def carried(self, tokens: int, rows: int) -> float:
+        """Bytes of the result in one iteration."""
+        return self.nbytes * (1 if self.per_step else rows if self.per_row else tokens)
 
     def sent(self, tokens: int, rows: int) -> float:
         """Bytes that each device sends in one iteration, with ring algorithms."""
-        size = self.times * self.nbytes * (rows if self.per_row else tokens)
+        size = self.times * self.carried(tokens, rows)
         if self.kind == "collective-permute":
             return size
         passes = {"all-reduce": 2, "reduce-scatter": self.group}.get(self.kind, 1)  # a part is the result of the latter
@@ -249,7 +254,7 @@ class Roofline:
         self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
         self._windows = {each.window for load in loads for each in load.attention}
         self._flops = topology.device.flops[dtype]
-        self._links: list[tuple[float, float]] = []  # seconds over links by token and by row, of each stage
+        self._links: list[tuple[float, float, float]] = []  # seconds over links of a step, a token and a row, by stage
         for load in loads:
             if load.collectives is None:
                 raise ValueError(
@@ -260,11 +265,12 @@ class Roofline:
                 over: topology.group_bandwidth(axes.members(load.mesh, over or tuple(load.mesh)))
                 for over in {each.over for each in load.collectives}
             }
-            by_token, by_row = (
-                sum(each.sent(*one) / speeds[each.over] for each in load.collectives) for one in ((1, 0), (0, 1))
+            by_step, with_token, with_row = (
+                sum(each.sent(*one) / speeds[each.over] for each in load.collectives)
+                for one in ((0, 0), (1, 0), (0, 1))
             )
-            devices = math.prod(load.mesh.values())
-            self._links.append((by_token + load.hop_bytes / topology.hop_bandwidth(devices), by_row))
+            hop = load.hop_bytes / topology.hop_bandwidth(math.prod(load.mesh.values()))
+            self._links.append((by_step, with_token - by_step + hop, with_row - by_step))
 
     def __call__(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
@@ -318,7 +324,7 @@ class Roofline:
     def _stage(
         self,
         load: StageLoad,
-        links: tuple[float, float],
+        links: tuple[float, float, float],
         tokens: int,
         padded: int,
         rows: int,
@@ -334,5 +340,5 @@ class Roofline:
         compute, memory = ops / self._flops / efficiency, read / self._device.bandwidth / efficiency
         if self.fit.overlapped:
             compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-        sent = (links[0] * padded + links[1] * rows) / efficiency
+        sent = (links[0] + links[1] * padded + links[2] * rows) / efficiency
         return Seconds(compute, memory, sent, load.layers * self.fit.layer_seconds)

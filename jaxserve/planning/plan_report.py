@@ -116,7 +116,7 @@ def payloads(plan: Plan, bucket: int) -> dict[str, tuple[int, float]]:
 
 def _carried(plan: Plan, collective: Collective, bucket: int) -> float:
     """Bytes of the result of a collective in one bucket."""
-    return collective.nbytes * (min(bucket, plan.deployment.engine.max_rows) if collective.per_row else bucket)
+    return collective.carried(bucket, min(bucket, plan.deployment.engine.max_rows))
 
 
 def _iterations(plan: Plan) -> Section:

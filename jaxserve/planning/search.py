@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from rich.console import Console
 
 from jaxserve.config import EngineConfig
-from jaxserve.planning import drawing
+from jaxserve.planning import collectives
 from jaxserve.planning.deployment import Deployment, model_of
 from jaxserve.planning.plan_report import times
-from jaxserve.planning.predict import Plan, predict
-from jaxserve.planning.tables import as_json, table
+from jaxserve.planning.predict import Plan, bucket_plan, predict
+from jaxserve.planning.search_space import Layout
 from jaxserve.weights.int8_weights import is_quantized
 from jaxserve.weights.naming import parameters
-from sharding.spec import PADDABLE, ShardingSpec
 
-_LAYOUT = "tensor x stages x replicas"
-_LATENCY, _SPEED = "ms a token", "tokens/s"
-_TOO_LARGE = "the weights do not fit"
-_BY_EXPERT = "by expert"  # whole experts on each device, instead of a part of every expert
-_SHOWN = 20  # rows of the ranking
+TOO_LARGE = "the weights do not fit"
+WAITING = "waiting"  # the part of the time in which stages wait for the slowest
 
 
 class Throughput(NamedTuple):
@@ -45,11 +36,13 @@ class Candidate:
     Attributes:
       rules: the changes to the spec, as text.
       points: one for each number of rows that the slots hold at the deployment's context, ascending.
+      is_bound: some collectives are unknown and left out, so it is slower than the points say.
     """
 
     plan: Plan
     rules: str
     points: tuple[Throughput, ...]
+    is_bound: bool = False
 
     @property
     def engine(self) -> EngineConfig:
@@ -62,89 +55,112 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The layout as text: tensor x stages x replicas."""
-        return f"{self.engine.tensor} x {self.engine.stages} x {self.engine.replicas}"
+        """The layout as text: devices of a stage x stages x replicas."""
+        return f"{self.engine.stage_devices} x {self.engine.stages} x {self.engine.replicas}"
+
+    def spent(self) -> dict[str, float]:
+        """Device milliseconds for each token with as many rows as fit: by part, and of waiting for the slowest stage.
+
+        They are what all devices spend, so they add up to devices / (tokens/s).
+        """
+        rows = self.points[-1].rows
+        bucket = next(bucket for bucket in self.plan.buckets if bucket.tokens == rows)
+        parts = self.plan.parts(bucket)
+        assert parts is not None
+        assert bucket.limit is not None
+        waiting = sum(bucket.limit.total - stage.total for stage in bucket.stages)
+        scale = 1e3 * self.engine.stage_devices / rows
+        return {name: scale * seconds for name, seconds in (parts._asdict() | {WAITING: waiting}).items()}
 
 
-def search(deployment: Deployment, progress: Callable[[str, int, int], None]) -> tuple[list[Candidate], dict[str, int]]:
-    """Try all pairs of tensor and stages with all choices of rules; other devices are replicas.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What a search finds.
 
-    Returns:
-      (candidates, fastest first; reasons why others were left out -> how many).
+    Attributes:
+      candidates: the layouts that fit, fastest first.
+      unranked: those that may be faster than the first, because the compiler decides some of their collectives; the
+        points are bounds. Those that are slower even without these collectives are among `slower`.
+      slower: layouts whose bounds are below the first.
+      left_out: reason -> labels of the layouts that are not possible.
+    """
+
+    candidates: list[Candidate]
+    unranked: list[Candidate]
+    slower: list[Candidate]
+    left_out: dict[str, list[str]]
+
+
+def search(
+    deployment: Deployment, layouts: Iterable[Layout], progress: Callable[[str, int, int], None]
+) -> SearchResult:
+    """Predict all these layouts and rank them.
 
     Raises:
       ValueError: none fits; the message has the reasons.
     """
-    deployments = list(_layouts(deployment))
-    weights = sum(
-        shape.size * (1 if deployment.engine.quantize and is_quantized(name) else jnp.dtype(deployment.dtype).itemsize)
-        for name, shape, _, _ in parameters(model_of(deployment.config), jnp.dtype(deployment.dtype))
-    )
-    found, left_out = [], Counter[str]()
-    for done, (candidate, rules) in enumerate(deployments):
-        progress("searching", done, len(deployments))
-        if weights > candidate.engine.stage_devices * candidate.engine.stages * deployment.topology.device.memory:
-            left_out[_TOO_LARGE] += 1  # known without a plan
-            continue
+    tried, weights = list(layouts), _weights(deployment)
+    found: list[Candidate] = []
+    left_out: dict[str, list[str]] = {}
+    for done, (candidate, rules) in enumerate(tried):
+        progress("searching", done, len(tried))
+        engine = candidate.engine
+        label = f"{engine.stage_devices} x {engine.stages} x {engine.replicas}"
         try:
-            plan = predict(candidate)
-            plan.roofline()  # without it there is nothing to rank by
+            if weights > engine.stage_devices * engine.stages * deployment.topology.device.memory:
+                raise ValueError(TOO_LARGE)  # known without a plan
+            found.append(_candidate(predict(candidate), rules))
         except ValueError as problem:
-            left_out[_kind(str(problem))] += 1
-            continue
-        if points := tuple(_points(plan)):
-            count, held = plan.padding.get("kv_heads", (1, 1))
-            repeated = f"kv heads {times(held // count)}" if held % count == 0 and held > count else ""
-            told = ", ".join(filter(None, (rules, repeated)))
-            found.append(Candidate(plan=plan, rules=told, points=points))
-        else:
-            left_out["no slots for a single row"] += 1
-    progress("searching", len(deployments), len(deployments))
-    if not found:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in left_out.items())
+            left_out.setdefault(_kind(str(problem)), []).append(label)
+    progress("searching", len(tried), len(tried))
+    known = sorted((each for each in found if not each.is_bound), key=lambda each: -each.tokens_per_second)
+    bounds = sorted((each for each in found if each.is_bound), key=lambda each: -each.tokens_per_second)
+    if not known:
+        left_out |= {"collectives unknown": [each.label for each in bounds]} if bounds else {}
+        reasons = ", ".join(f"{len(labels)} x {reason}" for reason, labels in left_out.items())
         raise ValueError(
             f"{deployment.name} does not fit on {deployment.topology} in any way{': ' if reasons else ''}{reasons}"
         )
-    return sorted(found, key=lambda each: -each.tokens_per_second), dict(left_out)
+    best = known[0].tokens_per_second
+    return SearchResult(
+        candidates=known,
+        unranked=[each for each in bounds if each.tokens_per_second >= best],
+        slower=[each for each in bounds if each.tokens_per_second < best],
+        left_out=left_out,
+    )
 
 
-def _layouts(deployment: Deployment) -> Iterator[tuple[Deployment, str]]:
-    devices, rows = deployment.topology.num_devices, deployment.engine.max_rows
-    counts = model_of(deployment.config).axis_sizes()
-    ladder = {rows, deployment.buckets[-1], *(1 << power for power in range(rows.bit_length()))}
-    for tensor, stages in itertools.product(range(1, devices + 1), repeat=2):
-        if devices % (tensor * stages) or stages > deployment.config.num_layers:
-            continue
-        engine = dataclasses.replace(
-            deployment.engine,
-            mesh=None,
-            sharding=None,
-            tensor=tensor,
-            stages=stages,
-            replicas=devices // (tensor * stages),
-            layers_per_stage=None,
-            buckets=tuple(sorted(ladder)),
-        )
-        for spec, rules in _specs(deployment.spec, counts, tensor) if tensor > 1 else [(deployment.spec, "")]:
-            yield dataclasses.replace(deployment, engine=engine, spec=spec), rules
+def _weights(deployment: Deployment) -> int:
+    """Bytes of one copy of the weights."""
+    dtype, is_int8 = jnp.dtype(deployment.dtype), deployment.engine.quantize is not None
+    return sum(
+        shape.size * (1 if is_int8 and is_quantized(name) else dtype.itemsize)
+        for name, shape, _, _ in parameters(model_of(deployment.config), dtype)
+    )
 
 
-def _specs(base: ShardingSpec, counts: Mapping[str, int], tensor: int) -> Iterator[tuple[ShardingSpec, str]]:
-    """The spec with each of its split axes split, padded if it does not divide, or whole."""
-    axes = [axis for axis in PADDABLE if base.rules.get(axis) is not None and axis in counts]
-    kv_heads = counts.get("kv_heads", counts["heads"])
-    units = {**counts, "heads": 0 if tensor % kv_heads == 0 else kv_heads}  # of heads; repeated KV heads always divide
-    ways = [["padded" if units[axis] % tensor else "", "none"] for axis in axes]
-    if "expert" in counts and counts["expert"] % tensor == 0 and "ffn" in axes:
-        ways[axes.index("ffn")].append(_BY_EXPERT)
-    for choice in itertools.product(*ways):
-        chosen = {axis: how for axis, how in zip(axes, choice, strict=True) if how}
-        rules = {**base.rules, **{axis: None for axis, how in chosen.items() if how != "padded"}}
-        if chosen.get("ffn") == _BY_EXPERT:
-            rules["expert"] = base.rules["ffn"]
-        pad = base.pad | {axis for axis, how in chosen.items() if how == "padded"}
-        changed = ", ".join(f"{axis} {how}" for axis, how in chosen.items())
-        yield dataclasses.replace(base, rules=rules, pad=pad), changed
+def _candidate(plan: Plan, rules: str) -> Candidate:
+    """The candidate of a plan. Raises ValueError if there is no room for a row."""
+    known = plan if plan.is_known else _bounded(plan)
+    points = tuple(_points(known))
+    if not points:
+        raise ValueError("no slots for a single row")
+    count, held = plan.padding.get("kv_heads", (1, 1))
+    repeated = f"kv heads {times(held // count)}" if held % count == 0 and held > count else ""
+    told = ", ".join(filter(None, (rules, repeated)))
+    return Candidate(plan=known, rules=told, points=points, is_bound=not plan.is_known)
+
+
+def _bounded(plan: Plan) -> Plan:
+    """A plan without the collectives that are unknown, which is faster than the programs are."""
+    gather, stages = plan.deployment.spec.gather, []
+    for stage in plan.stages:
+        certain = stage.load.collectives or collectives.gathers(stage.parameters, gather, stage.load.mesh)
+        stages.append(replace(stage, load=replace(stage.load, collectives=certain)))
+    bounded = replace(plan, stages=tuple(stages))
+    roofline = bounded.roofline()
+    buckets = tuple(bucket_plan(plan.deployment, roofline, tokens) for tokens in plan.deployment.buckets)
+    return replace(bounded, buckets=buckets)
 
 
 def _points(plan: Plan) -> Iterator[Throughput]:
@@ -168,67 +184,11 @@ def frontier(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Throughpu
     return kept
 
 
-def show(candidates: Sequence[Candidate], left_out: dict[str, int], out: Console) -> None:
-    """Print the ranking and the frontier."""
-    columns = ("rank", _LAYOUT, "rules", "rows", _SPEED, _LATENCY, "bound by", "requests")
-    rows = []
-    for rank, each in enumerate(candidates[:_SHOWN], start=1):
-        count, latency, speed = each.points[-1]
-        bucket = next(bucket for bucket in each.plan.buckets if bucket.tokens == count)
-        requests = f"{each.plan.requests * each.engine.replicas:,}"
-        told = (str(count), f"{speed:,.0f}", f"{latency:.1f}", bucket.bottleneck or "", requests)
-        rows.append((str(rank), each.label, each.rules, *told))
-    out.print("\n[bold]All that fit, by predicted tokens/s with as many rows as the slots allow[/bold]")
-    out.print(table(columns, rows))
-    if len(candidates) > _SHOWN:
-        out.print(f"and {len(candidates) - _SHOWN} slower ones")
-    for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
-        out.print(f"left out: {count} ({reason})")
-    rows = [
-        (f"{latency:.1f}", f"{speed:,.0f}", str(count), each.label, each.rules)
-        for each, (count, latency, speed) in frontier(candidates)
-    ]
-    out.print("\n[bold]The frontier: no other layout beats these in both[/bold]")
-    out.print(table((_LATENCY, _SPEED, "rows", _LAYOUT, "rules"), rows))
-
-
-def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """A candidate as JSON values."""
-    return {name: getattr(candidate.engine, name) for name in ("tensor", "stages", "replicas")} | {
-        "rules": candidate.rules,
-        "slots": candidate.plan.slots,
-        "tokens_per_second": candidate.tokens_per_second,
-        "points": as_json(candidate.points),
-    }
-
-
-def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
-    """Plot throughput over latency: the best rules of each layout, and the frontier of all."""
-    figure = drawing.figure(8.5, 5)
-    axis = figure.subplots()
-    best: dict[str, Candidate] = {}
-    for each in candidates:
-        best.setdefault(each.label, each)
-    for label, each in list(best.items())[:12]:
-        _, latencies, speeds = zip(*each.points, strict=True)
-        axis.plot(latencies, speeds, marker=".", linewidth=1, alpha=0.8, label=label)
-    _, latencies, speeds = zip(*(point for _, point in frontier(candidates)), strict=True)
-    axis.plot(latencies, speeds, color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
-    axis.set(xlabel="ms between a request's tokens (predicted)", ylabel="tokens/s (predicted)", xlim=(0, None))
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=9, title=_LAYOUT, title_fontsize=9)
-    drawing.save(figure, path)
-
-
 def _kind(problem: str) -> str:
     """The kind of an error, for counting."""
     kinds = {
         "does not divide": "a size does not divide",
-        "the weights take": _TOO_LARGE,
+        "the weights take": TOO_LARGE,
         "no room for keys": "no room for keys and values",
-        "is unknown": "collectives unknown",
     }
     return next((kind for sign, kind in kinds.items() if sign in problem), problem.splitlines()[0])

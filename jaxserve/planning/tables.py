@@ -43,6 +43,9 @@ _WORDS = (
     "rules",
     "policy",
     "buckets",
+    "why",
+    "why not first",
+    "which",
 )
 
 

@@ -15,6 +15,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.planning import drawing
 from jaxserve.planning.deployment import Deployment
 from jaxserve.planning.search import Candidate, search
+from jaxserve.planning.search_space import tensor_layouts
 from jaxserve.planning.tables import table
 from jaxserve.scheduler.buckets import LARGEST_DEFAULT
 from jaxserve.simulate.ladder import best_ladder
@@ -81,16 +82,19 @@ def size(
     `share` of the requests meet the objective. Then the rows are reduced to those in use, the best ladder of at most
     `buckets` is chosen, and the workload is simulated again. If that is too slow, a replica is added.
     """
-    engine = replace(
-        deployment.engine,
-        max_rows=_ROWS,
-        buckets=None,
-        token_budget=None,
-        target_tpot=objective.tpot,
-        target_ttft=objective.ttft,
-        in_flight=None,
+    asked = replace(
+        deployment,
+        engine=replace(
+            deployment.engine,
+            max_rows=_ROWS,
+            buckets=None,
+            token_budget=None,
+            target_tpot=objective.tpot,
+            target_ttft=objective.ttft,
+            in_flight=None,
+        ),
     )
-    candidates, _ = search(replace(deployment, engine=engine), progress)
+    candidates = search(asked, tensor_layouts(asked), progress).candidates
     layouts = {(each.engine.tensor, each.engine.stages): each for each in reversed(candidates)}
     incoming, found = arrivals(workload), []
     for done, each in enumerate(layouts.values()):

@@ -40,7 +40,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch", action="store_true", help="plan again when the file of --sharding is saved, and print what changed"
     )
-    parser.add_argument("--search", action="store_true", help="rank all (tensor, stages) and rules that fit")
+    parser.add_argument(
+        "--search", action="store_true", help="rank the layouts over all mesh axes, and say why they lose"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --search: draw the frontier (.png, .svg)")
     parser.add_argument(
         "--compile",
@@ -131,17 +133,18 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:
     deployment = dataclasses.replace(make_deployment(args), context=args.context)
-    from jaxserve.planning import search
+    from jaxserve.planning import search_report
+    from jaxserve.planning.search import search
+    from jaxserve.planning.search_space import layouts
 
     with console.progress_bars() as progress:
-        found, left_out = search.search(deployment, progress)
+        found = search(deployment, layouts(deployment), progress)
     if not args.json:
         out = console.tables()
-        out.print(f"[bold]{deployment.name} on {deployment.topology}: {len(found)} ways fit[/bold]")
-        search.show(found, left_out, out)
+        out.print(f"[bold]{deployment.name} on {deployment.topology}: {len(found.candidates)} ways fit[/bold]")
+        search_report.show(found, out)
     if args.plot is not None:
-        search.plot(
-            found, f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}", args.plot
-        )
+        title = f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}"
+        search_report.plot(found.candidates, title, args.plot)
         console.say(f"wrote {args.plot}")
-    return {"candidates": [search.candidate_json(each) for each in found], "left_out": left_out}
+    return search_report.result_json(found)

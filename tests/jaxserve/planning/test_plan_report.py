@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxserve.planning import comparison, plan_page, plan_report, search
+from jaxserve.planning import comparison, plan_page, plan_report
 from jaxserve.planning.compiled import CollectiveOp, CompiledStage, with_compiled
 from jaxserve.planning.predict import predict
 from sharding import specs
@@ -157,61 +157,6 @@ def test_compiled_collectives_replace_unknown_ones(undecided):
     assert sent is not None
     assert sent[0].sent(bucket.tokens, 4) == 3 * 2 * 4096 * 3 / 4
     assert with_compiled(plan, [compiled("more")]) == plan  # what is known stays
-
-
-def test_unknown_speed_is_not_ranked(undecided):
-    spec = dataclasses.replace(SPEC, rules={**dict.fromkeys(SPEC.rules), "embed": "tensor"})
-    deployment = dataclasses.replace(undecided.deployment, spec=spec)
-    found, left_out = search.search(deployment, lambda *_: None)
-    assert {each.engine.tensor for each in found} == {1}
-    assert left_out == {"collectives unknown": 5}
-
-
-@pytest.fixture(scope="module")
-def found():
-    return search.search(question(BLOOM, topology="h200:6", slots=None), lambda *_: None)
-
-
-def test_a_search_tries_every_way(found):
-    candidates, left_out = found
-    layouts = {each.label for each in candidates}
-    assert layouts == {"1 x 1 x 6", "1 x 2 x 3", "2 x 1 x 3", "2 x 2 x 1", "3 x 1 x 2", "3 x 2 x 1", "6 x 1 x 1"} - {
-        "2 x 2 x 1"
-    }
-    assert not left_out
-    assert {each.rules for each in candidates if each.label == "2 x 1 x 3"} >= {
-        "",
-        "heads none",
-        "vocab none, ffn none",
-    }
-    assert "heads padded, vocab padded, ffn padded" in {each.rules for each in candidates if each.label == "3 x 1 x 2"}
-    speeds = [each.tokens_per_second for each in candidates]
-    assert speeds == sorted(speeds, reverse=True)
-
-
-def test_nothing_beats_the_frontier(found):
-    candidates, _ = found
-    points = [point for each in candidates for point in each.points]
-    edge = [point for _, point in search.frontier(candidates)]
-    for _, latency, speed in edge:
-        assert not any(other.milliseconds < latency and other.tokens_per_second > speed for other in points)
-    assert max(point.tokens_per_second for point in points) == edge[-1].tokens_per_second
-    assert min(point.milliseconds for point in points) == edge[0].milliseconds
-
-
-def test_a_search_is_told_and_drawn(found, tmp_path):
-    candidates, left_out = found
-    text = printed(search.show, candidates, left_out)
-    assert re.search(r"1 +\d x \d x \d", text)
-    search.plot(candidates, "a title", tmp_path / "plots" / "frontier.png")
-    assert (tmp_path / "plots" / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert json.dumps([search.candidate_json(each) for each in candidates])
-
-
-def test_what_does_not_fit_is_told():
-    deployment = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
-    with pytest.raises(ValueError, match=r"bloom does not fit on v5e:2x2 in any way: \d+ x the weights do not fit"):
-        search.search(deployment, lambda *_: None)
 
 
 def test_a_page_holds_everything(plan):
