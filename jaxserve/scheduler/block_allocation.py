@@ -8,6 +8,8 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple, Protocol
 
+from jaxserve.scheduler.prefix_digests import PrefixDigests
+
 NO_BLOCK = -1  # in the place of a block behind the sliding window, which the request does not hold
 
 
@@ -41,7 +43,10 @@ class BlockAllocation:
     _set_aside: int = field(default=0, init=False)  # blocks promised to this allocation and not yet in `blocks`
     _published: int = field(default=0, init=False)  # leading blocks that are published already
     _held: bool = field(default=False, init=False)
-    _digests: list[bytes] = field(default_factory=list, init=False)  # chain over full blocks; survives a release
+    _digests: PrefixDigests = field(init=False)  # survive a release
+
+    def __post_init__(self) -> None:
+        self._digests = PrefixDigests(self.salt)
 
     @property
     def is_held(self) -> bool:
@@ -54,8 +59,16 @@ class BlockAllocation:
         return (self, *self.others)
 
     def digest(self, index: int) -> bytes:
-        """The digest of a full block of its tokens, given by its place; `SlotPool.chain` has computed it."""
-        return self._digests[index]
+        """The digest of a full block of its tokens, given by its place; `digests` has computed it."""
+        return self._digests.known[index]
+
+    def digests(self, blocks: int, block_size: int) -> list[bytes]:
+        """The digests of at least the first blocks of its tokens; each is computed once."""
+        return self._digests.first(blocks, self.tokens, block_size)
+
+    def take_digests(self, source: BlockAllocation, blocks: int) -> None:
+        """Know the digests of the first blocks, which are those of a source, as far as the source knows them."""
+        self._digests.take_over(source._digests, blocks)
 
     def entries(self, index: int = 0) -> list[int]:
         """The row's block-table entries from block `index` on: for every block, that of each cache group in turn."""

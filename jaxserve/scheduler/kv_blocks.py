@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from math import inf
@@ -27,8 +25,9 @@ class SlotPool:
     of a hundred tokens, 16 gives the most throughput at block sizes from 4 to 128: with 0 a quarter of all computing is
     repeated after preemptions, with 32 rows stand empty.
 
-    Prefix reuse: full blocks are addressed by a SHA-256 chain over salt and tokens. A block enters the cache when its
-    owner publishes it, stays while a request holds it, and afterwards until it is evicted as the least recently used.
+    Prefix reuse: full blocks are addressed by a SHA-256 of salt and tokens to their end. A block enters the cache when
+    its owner publishes it, stays while a request holds it, and afterwards until it is evicted as the least recently
+    used.
 
     A request can also begin with the blocks of another one, cached or not (`SharedPrefix`). The two share the full
     blocks, and the new request gets a copy of a block that is filled in part.
@@ -252,7 +251,7 @@ class SlotPool:
             full = self.whole_runs(min(full, allocation.prompt_length // self.block_size))
         if not self.prefix_cache or full <= allocation._published or allocation.publish_at == inf:
             return
-        digests, stored = self.chain(allocation, full), []
+        digests, stored = allocation.digests(full, self.block_size), []
         for index in range(allocation._published, full):
             digest, block = digests[index], allocation.blocks[index]
             # A request that computed the same prefix at the same time keeps a private copy until it ends.
@@ -305,8 +304,7 @@ class SlotPool:
         Returns the number of tokens that need not be computed.
         """
         shared = len(allocation.blocks)
-        if allocation.salt == source.allocation.salt:
-            allocation._digests += source.allocation._digests[len(allocation._digests) : shared]
+        allocation.take_digests(source.allocation, shared)
         if self.prefix_cache:  # the source may end before it has published them
             allocation._published = 0
             allocation.publish_at = self.block_size if source.allocation.publish_at < inf else inf
@@ -330,7 +328,8 @@ class SlotPool:
         if not self.prefix_cache or not allocation.takes_hits or not (self._block_of or on_host):
             return []
         full = full if most is None else min(full, most)
-        return self._find(self.chain(allocation, full)[:full], self._anywhere if on_host else self._block_of.get)
+        digests = allocation.digests(full, self.block_size)[:full]
+        return self._find(digests, self._anywhere if on_host else self._block_of.get)
 
     def _anywhere(self, digest: bytes) -> int | None:
         assert self.host is not None
@@ -350,19 +349,6 @@ class SlotPool:
         """The leading blocks that a prefix may have, of this many that are found."""
         run = self._prefix_blocks or 1
         return n_blocks // run * run
-
-    def chain(self, allocation: BlockAllocation, full: int) -> list[bytes]:
-        """The digests of at least the first `full` blocks of an allocation's tokens; each is computed once."""
-        digests, width, known = allocation._digests, 4 * self.block_size, len(allocation._digests)
-        if known >= full:
-            return digests
-        sha256 = hashlib.sha256
-        parent = digests[-1] if digests else sha256(allocation.salt.encode("utf-8", "surrogatepass")).digest()
-        tokens = array("I", allocation.tokens[known * self.block_size : full * self.block_size]).tobytes()
-        for start in range(0, len(tokens), width):
-            parent = sha256(parent + tokens[start : start + width]).digest()
-            digests.append(parent)
-        return digests
 
     def _take(self, count: int) -> list[int]:
         """Take available blocks; evict cached ones where there are no others."""
@@ -416,8 +402,8 @@ class SlotPool:
         may forget these. It copies them all the same.
         """
         assert self.host is not None
-        digests, places = fetch.holder._digests, [index for index, block in enumerate(entries) if block == ON_HOST]
-        return {index: self.host.load(self.group, digests[index], index, fetch) for index in places}
+        places = [index for index, block in enumerate(entries) if block == ON_HOST]
+        return {index: self.host.load(self.group, fetch.holder.digest(index), index, fetch) for index in places}
 
     def _begin_fetch(self, fetch: Fetch, holder: BlockAllocation, entries: list[int], keys: dict[int, int]) -> None:
         """Let `holder` have the blocks of a prefix, and ask for the copies of those that are on the host."""
@@ -441,7 +427,7 @@ class SlotPool:
         assert host is not None
         stored = []
         for group, index in fetch.copied:
-            digest, block = holder._digests[index], holder.blocks[index]
+            digest, block = holder.digest(index), holder.blocks[index]
             if group != self.group or fetch.generation != host.generation:
                 continue
             if (group, index) in fetch.failed:

@@ -18,7 +18,7 @@ class BlocksStored(NamedTuple):
     """Blocks of one prompt, one after another, that can be found from now on.
 
     Attributes:
-      digests: of the blocks; each is a SHA-256 over the digest before it and the block's tokens.
+      digests: of the blocks (see `prefix_digests`).
       parent: digest of the block before the first; None if that is a prompt's first block.
       tokens: of all the blocks.
       salt: prefixes are shared only between requests with the same salt.

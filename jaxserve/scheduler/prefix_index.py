@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.kv_blocks import SlotPool
 
-_PART = 32  # blocks that are hashed at a time, because few prompts are cached far
+_PART = 32  # blocks that are hashed at first, then twice as many each time, because few prompts are cached far
 
 
 class PrefixIndex:
@@ -44,12 +45,16 @@ class PrefixIndex:
         if not allocation.takes_hits or not self._holders:
             return found
         full = (len(allocation.tokens) - 1) // pool.block_size
-        holders, have = self._holders, (1 << len(self._pools)) - 1
-        for start in range(0, full, _PART):
-            digests = pool.chain(allocation, min(start + _PART, full))
-            for index in range(start, min(start + _PART, full)):
-                left = have & ~holders.get(digests[index], 0)
-                if left:
+        holder_of, have, before = self._holders.get, (1 << len(self._pools)) - 1, -1
+        end = 0
+        while end < full:
+            start, end = end, min(2 * end or _PART, full)
+            digests = allocation.digests(end, pool.block_size)[start:end]
+            for index, holders in enumerate(map(holder_of, digests, repeat(0)), start):
+                if holders == before:  # the same replicas have most blocks of a prefix
+                    continue
+                before = holders
+                if left := have & ~holders:
                     self._note(found, left, pool.whole_runs(index) * pool.block_size)
                     have ^= left
                     if not have:

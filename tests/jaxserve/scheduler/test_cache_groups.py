@@ -151,13 +151,13 @@ def test_a_prefix_is_found_as_far_as_every_group_has_it():
     assert held(again) == [8, 2]
     pool.release(again)
     windows = pool.pools[1]
-    evicted = windows._block_of.pop(again._digests[6])  # the last block but one, of the group with a window
+    evicted = windows._block_of.pop(again.digest(6))  # the last block but one, of the group with a window
     windows._digest_of[evicted] = None
     del windows._idle[evicted]
     windows._free.append(evicted)
     assert pool.cached_tokens(again) == 24
     full = pool.pools[0]
-    for digest in again._digests[4:]:
+    for digest in again._digests.known[4:]:
         block = full._block_of.pop(digest)
         full._digest_of[block] = None
         del full._idle[block]
@@ -262,9 +262,9 @@ def test_a_prefix_needs_the_blocks_within_its_window_and_no_others():
     again = allocation(0, tokens=range(each.tokens[0], each.tokens[0] + 24))
     assert pool._match(again) == [NO_BLOCK] * 3 + each.blocks[3:5]  # the window of the 21st token
     for index in (0, 1, 2):
-        del pool._block_of[again._digests[index]]
+        del pool._block_of[again.digest(index)]
     assert pool._match(again) == [NO_BLOCK] * 3 + each.blocks[3:5]
-    del pool._block_of[again._digests[3]]
+    del pool._block_of[again.digest(3)]
     assert pool._match(again) == []
 
 

@@ -23,12 +23,12 @@ def allocation(tokens: list[int], salt: str = "") -> BlockAllocation:
 
 
 class Reader:
-    """Knows the cached blocks from the changes alone, and checks every chain of digests."""
+    """Knows the cached blocks from the changes alone, and checks every digest."""
 
     def __init__(self, *, may_forget: bool = False) -> None:
         self.may_forget = may_forget
         self.known: set[bytes] = set()
-        self.ever: set[bytes] = set()
+        self.ever: dict[bytes, bytes] = {}  # digest -> what it is of
 
     def apply(self, changes: list[PrefixChange]) -> None:
         for change in changes:
@@ -45,14 +45,13 @@ class Reader:
         assert change.block_size == SIZE
         assert len(change.tokens) == SIZE * len(change.digests)
         assert change.parent is None or change.parent in self.ever
-        parent = change.parent or hashlib.sha256(change.salt.encode()).digest()
+        content = hashlib.sha256(change.salt.encode()).digest() if change.parent is None else self.ever[change.parent]
         for index, digest in enumerate(change.digests):
-            tokens = array("I", change.tokens[SIZE * index : SIZE * (index + 1)]).tobytes()
-            parent = hashlib.sha256(parent + tokens).digest()
-            assert digest == parent
+            content += array("I", change.tokens[SIZE * index : SIZE * (index + 1)]).tobytes()
+            assert digest == hashlib.sha256(content).digest()
             assert digest not in self.known
+            self.ever[digest] = content
         self.known.update(change.digests)
-        self.ever.update(change.digests)
 
 
 @pytest.mark.parametrize("host", [0, 12, 500])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from random import Random
 
 import pytest
@@ -70,6 +72,28 @@ def test_many_replicas_cost_as_much_as_few():
     read = index._holders = Counted(index._holders)
     index.cached_tokens(full)
     assert 0 < read.count <= 850  # blocks of the prompt, not 64 times as many
+
+
+def test_a_digest_is_of_the_salt_and_all_tokens_to_its_block():
+    tokens = list(range(1000, 1040))
+    for salt in ("", "a"):
+        whole = allocation(tokens, salt).digests(10, 4)
+        parts = allocation(tokens[:17], salt)
+        parts.digests(2, 4)
+        parts.digests(4, 4)
+        parts.tokens += tokens[17:]
+        assert parts.digests(10, 4) == whole
+        taken = allocation(tokens, salt)
+        taken.take_digests(parts, 7)
+        assert len(taken._digests.known) == 7
+        assert taken.digests(10, 4) == whole
+        salted = hashlib.sha256(salt.encode()).digest()
+        for number, digest in enumerate(whole, start=1):
+            content = b"".join(token.to_bytes(4, sys.byteorder) for token in tokens[: 4 * number])
+            assert digest == hashlib.sha256(salted + content).digest()
+    others = allocation(tokens, "b")
+    others.take_digests(allocation(tokens, "a"), 7)
+    assert not set(others.digests(10, 4)) & set(whole)
 
 
 class Counted(dict[bytes, int]):
