@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.planning.plan_report import layout, padding, parameters_of, partition
+from jaxserve.planning.compiled import KINDS
+from jaxserve.planning.plan_report import layout, padding, parameters_of, partition, payloads
 from jaxserve.planning.predict import Plan, StagePlan
 from jaxserve.planning.tables import UNKNOWN, Section, number, shape, size
 from sharding.spec import shown
@@ -94,7 +95,7 @@ _Fact = tuple[str | None, float | None]  # a value as text and, if it is numeric
 
 def _missing(plan: Plan, what: str) -> _Fact:
     """The fact of a plan under a name that only the other plan has."""
-    depends = " after " in what or ": ms of " in what
+    depends = " after " in what or ": ms of " in what or what.rpartition(": ")[2] in KINDS
     return (UNKNOWN if depends and not plan.is_known else None, None)
 
 
@@ -122,6 +123,8 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         name = f"bucket {bucket.tokens}"
         facts[f"{name}: ms"] = (number(bucket.milliseconds, ".2f"), bucket.milliseconds)
         facts[f"{name}: tokens/s"] = (number(bucket.tokens_per_second, ",.0f"), bucket.tokens_per_second)
+        for kind, (count, payload) in payloads(plan, bucket.tokens).items():
+            facts[f"{name}: {kind}"] = (f"{count}, {size(payload)} in all", payload)
         for part, seconds in (parts._asdict() if (parts := plan.parts(bucket)) else {}).items():
             facts[f"{name}: ms of {part}"] = (f"{1e3 * seconds:.2f}", 1e3 * seconds)
         facts[f"{name}: bound by"] = (bucket.bottleneck or UNKNOWN, None)

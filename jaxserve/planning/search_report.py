@@ -15,6 +15,7 @@ from jaxserve.planning.tables import Section, as_json
 _LAYOUT = "devices x stages x replicas"  # the devices of a stage
 _LATENCY, _SPEED = "ms a token", "tokens/s"
 _SHOWN = 20  # rows of the ranking
+_DRAWN = 10  # layouts in a plot: as many as there are colours
 _COPIED = 1.05  # a layout that holds more times the bytes of the leanest has copies
 _NOTABLE = 0.1  # share of what a layout spends more that a part must have to be named
 
@@ -139,21 +140,22 @@ def _candidate_json(candidate: Candidate, best: Candidate) -> dict[str, Any]:
 
 
 def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
-    """Plot throughput over latency: the best rules of each layout, and the frontier of all."""
+    """Plot throughput over latency: the frontier, its layouts and the fastest others, each with its best rules."""
     figure = drawing.figure(8.5, 5)
     axis = figure.subplots()
     best: dict[str, Candidate] = {}
-    for each in candidates:
+    edge = frontier(candidates)
+    for each in [*(each for each, _ in edge), *candidates]:
         best.setdefault(each.label, each)
-    for label, each in list(best.items())[:12]:
+    for label, each in list(best.items())[:_DRAWN]:
         _, latencies, speeds = zip(*each.points, strict=True)
         axis.plot(latencies, speeds, marker=".", linewidth=1, alpha=0.8, label=label)
-    _, latencies, speeds = zip(*(point for _, point in frontier(candidates)), strict=True)
+    _, latencies, speeds = zip(*(point for _, point in edge), strict=True)
     axis.plot(latencies, speeds, color="black", linewidth=3, alpha=0.25, label="frontier", zorder=0)
     axis.set(xlabel="ms between a request's tokens (predicted)", ylabel="tokens/s (predicted)", xlim=(0, None))
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=9, title=_LAYOUT, title_fontsize=9)
+    figure.legend(loc="outside right upper", fontsize=9, title=_LAYOUT, title_fontsize=9)
     drawing.save(figure, path)

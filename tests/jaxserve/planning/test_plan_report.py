@@ -144,7 +144,12 @@ def test_unknown_speed_is_no_number(undecided):
     assert "Speed unknown" in text
     known = predict(question(BLOOM, tensor=4))
     found = {each.what: each for each in comparison.differences(known, undecided)}
-    for what in ("bucket 8: tokens/s", "bucket 8: ms", "stage 0: all-reduce after layers.*.out"):
+    for what in (
+        "bucket 8: tokens/s",
+        "bucket 8: ms",
+        "bucket 8: all-reduce",
+        "stage 0: all-reduce after layers.*.out",
+    ):
         assert (found[what].theirs, found[what].change) == ("unknown", ""), what
     assert json.loads(json.dumps(plan_report.plan_json(undecided)))["buckets"][0]["tokens_per_second"] is None
 
@@ -200,3 +205,11 @@ def test_another_layout_is_a_difference():
     plans = [predict(question(LLAMA, tensor=tensor)) for tensor in (1, 2)]
     (found,) = (each for each in comparison.differences(*plans) if each.what == "layout")
     assert (found.ours, found.theirs) == ("tensor 1, stages 1", "tensor 2, stages 1")
+
+
+def test_collectives_are_compared_by_kind():
+    before, after = (predict(question(BLOOM, spec, tensor=4)) for spec in (SPEC, WHOLE))
+    found = {each.what: each for each in comparison.differences(before, after)}
+    told = found["bucket 8: all-reduce"]  # 2 a layer of 128 float32 for 8 tokens, and that of the look-up
+    assert (told.ours, told.theirs, told.change) == ("5, 20.00 KiB in all", "4, 16.00 KiB in all", "-20.0%")
+    assert (found["bucket 8: all-gather"].ours, found["bucket 8: all-gather"].theirs) == ("1, 16.00 KiB in all", None)
