@@ -50,8 +50,8 @@ class StagePrograms:
         return self.layers.stop == self.model.config.num_layers
 
     def made_from(self) -> str:
-        """A key of everything but the code that determines the programs."""
-        spec, shape, devices = self.spec, self.shape, self.mesh.devices
+        """A key of everything but code and devices that determines the programs."""
+        spec, shape = self.spec, self.shape
         sizes = {field.name: getattr(shape, field.name) for field in fields(shape)}
         # Objects are replaced by what identifies them, since their repr differs between processes.
         sizes |= {"backend": shape.backend.name, "product": matmul.product_key(shape.product)}
@@ -62,7 +62,7 @@ class StagePrograms:
                 (self.model.config, self.model.padded_config, self.layers, self.int8),
                 sizes,
                 (spec.rules, spec.parameters, spec.activations, spec.pool, spec.gather, sorted(spec.pad)),
-                (self.mesh.axis_names, self.mesh.axis_types, devices.shape, [device.id for device in devices.flat]),
+                (self.mesh.axis_names, self.mesh.axis_types, self.mesh.devices.shape),
             )
         )
 

@@ -5,6 +5,9 @@ times as long as loading it. This cache looks a program up by what determines it
 devices and settings. It replaces jax's cache. A CPU program that jax has loaded from its own cache cannot be serialized
 again (jax 0.10, 0.11).
 
+A program for some devices of a CPU or GPU platform also serves others of them, so replicas compile once. On TPUs the
+routes between devices depend on their places, and each set of devices has programs of its own.
+
 Entries are pickles with machine code, in the format of `jax.experimental.serialize_executable`. Nothing is read from a
 folder that other users may write to.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -28,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src.compiler import get_compile_options
 from jax.experimental import serialize_executable
 
 from jaxserve.runner import compilations
@@ -67,7 +73,8 @@ class ProgramCache:
             _log.warning("%s may be written to by others: no program is loaded from it, and none is kept", self._folder)
             self.compiled += 1
             return compile_program()
-        path = self._folder / hashlib.sha256(f"{surroundings(devices[0])}\n{made_from}".encode()).hexdigest()
+        key = f"{surroundings(devices[0])}\n{_places(devices)}\n{made_from}"
+        path = self._folder / hashlib.sha256(key.encode()).hexdigest()
         try:
             program = _load(path, devices)
         except FileNotFoundError:
@@ -81,7 +88,7 @@ class ProgramCache:
         program = compile_program()
         self.compiled += 1
         if compilations.loaded_by_jax() == before:
-            _keep(path, program)
+            _keep(path, program, devices)
         return program
 
     def check_kept(self) -> None:
@@ -105,16 +112,49 @@ class ProgramCache:
 
 
 def _load(path: Path, devices: Sequence[Any]) -> jax.stages.Compiled:
-    entry = pickle.loads(path.read_bytes())
+    compiled_for, *entry = pickle.loads(path.read_bytes())
     client = devices[0].client
-    return serialize_executable.deserialize_and_load(*entry, backend=client, execution_devices=devices)
+    if compiled_for == _ids(devices):
+        return serialize_executable.deserialize_and_load(*entry, backend=client, execution_devices=devices)
+    serialized, in_tree, out_tree = entry
+    program, arguments, no_kwargs = _Rebinding(serialized, compiled_for, devices).load()
+    return jax.stages.Compiled(program.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
 
 
-def _keep(path: Path, program: jax.stages.Compiled) -> None:
+class _Rebinding(serialize_executable._JaxPjrtUnpickler):
+    """Reads a program for other devices of the same kind than it was compiled for.
+
+    jax's own cache shares programs of GPUs in the same way.
+    """
+
+    def __init__(self, serialized: bytes, compiled_for: Sequence[int], devices: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(serialized), devices[0].client, devices)
+        self.devices_by_id = dict(zip(compiled_for, devices, strict=True))
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] != "exec":
+            return super().persistent_load(pid)
+        places = np.array([_ids(self.execution_devices)])
+        options = get_compile_options(num_replicas=1, num_partitions=places.size, device_assignment=places)
+        return self.backend.deserialize_executable(
+            pid[1], executable_devices=self.execution_devices, compile_options=options
+        )
+
+
+def _ids(devices: Sequence[Any]) -> list[int]:
+    return [device.id for device in devices]
+
+
+def _places(devices: Sequence[Any]) -> list[int] | int:
+    """What of the devices determines a program: their places on TPUs, and their number elsewhere."""
+    return _ids(devices) if devices[0].platform == "tpu" else len(devices)
+
+
+def _keep(path: Path, program: jax.stages.Compiled, devices: Sequence[Any]) -> None:
     """Write a program to a temporary file and rename it, so that a file with its name is complete."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        entry = pickle.dumps(serialize_executable.serialize(program))
+        entry = pickle.dumps((_ids(devices), *serialize_executable.serialize(program)))
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial.write_bytes(entry)
         partial.rename(path)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -76,6 +77,21 @@ def test_a_second_start_compiles_nothing_and_answers_the_same(params, folder, fi
     assert answers(engine) == expected
 
 
+def test_replicas_load_what_one_has_compiled(params, folder, first) -> None:
+    expected, programs = first
+    engine = start(params, folder, replicas=2)
+    assert counts(engine) == (2 * programs, 2 * programs)
+    pools = [jax.tree.leaves(loop.pipeline.stages[0].pool)[0] for loop in engine._loops]
+    assert [pool.devices() for pool in pools] == [{jax.devices()[0]}, {jax.devices()[1]}]
+    assert answers(engine) == expected
+
+
+@pytest.mark.parametrize(("platform", "shared"), [("tpu", False), ("cpu", True), ("cuda", True)])
+def test_programs_of_tpus_depend_on_their_places(platform, shared) -> None:
+    first, second = ([SimpleNamespace(id=i, platform=platform)] for i in range(2))
+    assert (program_cache._places(first) == program_cache._places(second)) == shared
+
+
 @pytest.mark.long
 def test_engine_and_command_share_a_cache_folder(params, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cache_folder, "default", lambda: tmp_path / "cache")
@@ -105,7 +121,6 @@ def test_engine_and_command_share_a_cache_folder(params, tmp_path, monkeypatch) 
         {"quantize": "int8"},
         {"scoring": True},
         {"tensor": 3},
-        {"replicas": 2},
     ],
 )
 def test_a_setting_that_changes_programs_is_another_key(settings) -> None:
@@ -211,5 +226,5 @@ def test_a_folder_that_is_read_only_stops_no_start(tmp_path, monkeypatch, caplog
     for write in ("mkdir", "write_bytes", "unlink"):
         monkeypatch.setattr(program_cache.Path, write, read_only)
     monkeypatch.setattr(program_cache.serialize_executable, "serialize", lambda program: program)
-    program_cache._keep(tmp_path / "program", ())
+    program_cache._keep(tmp_path / "program", (), [])
     assert "a compiled program is not kept: [Errno 30] Read-only file system" in caplog.text
