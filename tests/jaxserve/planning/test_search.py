@@ -10,7 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxserve.planning import search_report
+from jaxserve.planning import collectives, search_report
 from jaxserve.planning.predict import predict
 from jaxserve.planning.search import SearchResult, frontier, search
 from jaxserve.planning.search_space import layouts, tensor_layouts
@@ -155,3 +155,26 @@ def test_what_does_not_fit_is_told():
     deployment = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
     with pytest.raises(ValueError, match=r"bloom does not fit on v5e:2x2 in any way: \d+ x the weights do not fit"):
         searched(deployment)
+
+
+def test_gathers_are_those_of_the_compiled_program():
+    """docs/sharding.md shows the collectives of this program, compiled for v6e."""
+    base = specs.default("bloom")
+    spec = dataclasses.replace(
+        base,
+        rules={**base.rules, "embed": "fsdp"},
+        parameters={"*norm*": {"embed": None}},
+        gather=("fsdp",),
+        activations={"embed": None},
+    )
+    (stage,) = predict(named("bloom-560m", "v6e:2x4", spec, mesh="fsdp=4,tensor=2", slots=8192, buckets=(256,))).stages
+    found = collectives.gathers(stage.parameters, spec.gather, stage.load.mesh)
+    assert {(each.what.removeprefix("layers.*."), each.times, each.carried(256, 16)) for each in found} == {
+        ("qkv.kernel", 24, 3 * 2**20),
+        ("out.kernel", 24, 2**20),
+        ("up.kernel", 24, 4 * 2**20),
+        ("down.kernel", 24, 4 * 2**20),
+        ("out.bias", 24, 2048),
+        ("down.bias", 24, 2048),
+    }
+    assert {(each.kind, each.group, each.over) for each in found} == {("all-gather", 4, ("fsdp",))}
