@@ -92,9 +92,16 @@ class SearchResult:
 
 
 def search(
-    deployment: Deployment, layouts: Iterable[Layout], progress: Callable[[str, int, int], None]
+    deployment: Deployment,
+    layouts: Iterable[Layout],
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> SearchResult:
     """Predict all these layouts and rank them.
+
+    Args:
+      deployment: the model and the devices.
+      layouts: such as `search_space.layouts`.
+      progress: called with (step, done, total).
 
     Raises:
       ValueError: none fits; the message has the reasons.

@@ -64,7 +64,7 @@ def _main_reason(candidate: Candidate, result: SearchResult) -> str:
     if candidate.points[-1].rows < best.points[-1].rows:
         told += ": room for fewer rows"
     elif part == "matmul" and _held(candidate) > _COPIED * min(map(_held, result.candidates)):
-        told += ": copies of weights on the devices of a stage"
+        told += ": copies or padding of weights"
     return f"{told}, even without unknown collectives" if candidate.is_bound else told
 
 

@@ -19,6 +19,7 @@ Predicts bytes, slots, collectives and milliseconds of a model on devices that t
 
   jaxserve plan --model bloom-176b --topology v5p:2x2x4 --tensor 16
   jaxserve plan --model bloom-176b --topology a100-80g:2x8 --tensor 8 --stages 2 --sharding my.toml --against default
+  jaxserve plan --model llama-3-70b --topology v6e:4x4 --tensor 16 --sharding my.toml --watch
   jaxserve plan --model DIR --topology h200:8 --search --plot frontier.png
 
 A model is a name (a wrong one lists them), a config.json or a checkpoint directory; a topology is a TPU slice (v4, v5e,

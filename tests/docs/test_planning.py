@@ -18,6 +18,6 @@ def test_planning_notebook_runs() -> None:
         for (language, code), (after, shown) in itertools.pairwise(blocks(PAGE))
         if (language, after) == ("python", "")
     ]
-    assert len(pairs) == PAGE.count("```python") == 6
+    assert len(pairs) == PAGE.count("```python") == 7
     shown = asyncio.run(notebook.run([code for code, _ in pairs], {}))
     assert shown == [expected for _, expected in pairs]
