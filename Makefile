@@ -94,12 +94,12 @@ $(TPU_STAMP): requirements-dev.txt
 	touch $@
 
 test-aot-tpu: $(TPU_STAMP)
-	$(TPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_tpu.py $(ACCELERATORS) $(ARGS)
+	$(TPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_tpu.py tests/aot/test_block_copies.py $(ACCELERATORS) $(ARGS)
 
 # The compiler logs stack traces; where llvm-symbolizer is installed, naming their functions takes most of the time.
 ifneq ($(PYTHON312),)
 test-aot-gpu: $(GPU_STAMP)
-	LLVM_DISABLE_SYMBOLIZATION=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py $(ACCELERATORS) $(ARGS)
+	LLVM_DISABLE_SYMBOLIZATION=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py tests/aot/test_block_copies.py $(ACCELERATORS) $(ARGS)
 else
 test-aot-gpu:
 	@echo "WARNING: nothing is compiled for GPUs: that takes Python 3.12, and there is no python3.12 here" >&2

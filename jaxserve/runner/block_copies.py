@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxserve.runner import kv_cache
+
 COUNT = 8  # blocks of one launch
 
 
@@ -34,22 +36,18 @@ def store(pool: Any, blocks: jax.Array, *, first_blocks: Sequence[int]) -> tuple
         first = jnp.array(first_blocks, jnp.int32)
 
         def copy(block: jax.Array) -> HostBlock:
-            rows = first + block
-            data = jax.tree.map(
-                lambda leaf: leaf.at[rows].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True),
-                pool,
-            )
+            data = kv_cache.read_blocks(pool, first + block)
             return HostBlock(data, checksum(data))
 
         return tuple(copy(blocks[index]) for index in range(COUNT))
 
 
 def load(
-    pool: Any, blocks: jax.Array, held: Sequence[HostBlock], *, first_blocks: Sequence[int]
+    pool: Any, blocks: jax.Array, held: Sequence[HostBlock], *, first_blocks: Sequence[int], in_turn: bool
 ) -> tuple[Any, jax.Array]:
     """Writes blocks of one cache group into the pool, which is donated.
 
-    A repeated entry does nothing more. Args: as of `store`.
+    A repeated entry does nothing more. Args: as of `store`, and of `kv_cache.write_blocks`.
 
     Returns:
       The pool, and whether each block still has its checksum, bool[COUNT].
@@ -57,14 +55,7 @@ def load(
     with jax.named_scope("load_blocks"):
         first = jnp.array(first_blocks, jnp.int32)
         for index, each in enumerate(held):
-            rows = first + blocks[index]
-            pool = jax.tree.map(
-                lambda leaf, data, rows=rows: leaf.at[rows].set(
-                    data, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
-                ),
-                pool,
-                each.data,
-            )
+            pool = kv_cache.write_blocks(pool, first + blocks[index], each.data, in_turn=in_turn)
         return pool, jnp.stack([(checksum(each.data) == each.checksum).all() for each in held])
 
 

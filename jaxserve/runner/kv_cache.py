@@ -70,7 +70,9 @@ def allocate(described: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), described)
 
 
-def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, first_blocks: Sequence[Sequence[int]]) -> Any:
+def copy_blocks(
+    pool: Any, copies: Int32[jax.Array, "R 2"], *, first_blocks: Sequence[Sequence[int]], in_turn: bool = False
+) -> Any:
     """Copies blocks to other blocks of the pool, in every layer of their cache group. Traced; the pool is donated.
 
     Pairs are copied one after another, so that no second pool is allocated.
@@ -78,6 +80,7 @@ def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, first_blocks: Seq
     Args:
       copies: source and target block of each pair, one of each group in turn, padded with -1. No target is a source.
       first_blocks: of each group, the first block of each of its layers along the first axis of every leaf, ascending.
+      in_turn: as of `write_blocks`.
     """
     groups = [jnp.array(first, jnp.int32) for first in first_blocks]
 
@@ -88,16 +91,35 @@ def copy_blocks(pool: Any, copies: Int32[jax.Array, "R 2"], *, first_blocks: Seq
 
     def copy_pair(pair: jax.Array, first: jax.Array, pool: Any) -> Any:
         source, target = copies[pair, 0] + first, copies[pair, 1] + first
-
-        def in_leaf(leaf: jax.Array) -> jax.Array:
-            blocks = leaf.at[source].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
-            at = leaf.at[target]
-            return at.set(blocks, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
-
-        return jax.tree.map(in_leaf, pool)
+        return write_blocks(pool, target, read_blocks(pool, source), in_turn=in_turn)
 
     with jax.named_scope("copy_blocks"):
         return jax.lax.fori_loop(0, (copies[:: len(groups), 1] >= 0).sum(), copy, pool)
+
+
+def read_blocks(pool: Any, places: Int32[jax.Array, " L"]) -> Any:
+    """Blocks [L, ...] of a pool, at ascending places along the first axis of every leaf. Traced."""
+    return jax.tree.map(
+        lambda leaf: leaf.at[places].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True), pool
+    )
+
+
+def write_blocks(pool: Any, places: Int32[jax.Array, " L"], blocks: Any, *, in_turn: bool) -> Any:
+    """Writes blocks [L, ...] to ascending places along the first axis of every leaf. Traced.
+
+    Args:
+      in_turn: one after the other. TPUs scatter to int8 in another arrangement, of a second pool as large.
+    """
+
+    def at_once(leaf: jax.Array, part: jax.Array) -> jax.Array:
+        return leaf.at[places].set(part, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+
+    def one(index: jax.Array, pool: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf, part: jax.lax.dynamic_update_index_in_dim(leaf, part[index], places[index], 0), pool, blocks
+        )
+
+    return jax.lax.fori_loop(0, len(places), one, pool) if in_turn else jax.tree.map(at_once, pool, blocks)
 
 
 def free_bytes(device: Any) -> int:

@@ -246,10 +246,16 @@ class StagePrograms:
         step = jax.jit(batch.write_drafts, donate_argnums=0, out_shardings=self.everywhere)
         return step.lower(self.state().history, self._whole((self.shape.layout(1).drafts, 3), jnp.int32))
 
+    @property
+    def _in_turn(self) -> bool:
+        """Whether blocks are written one after the other; see `kv_cache.write_blocks`."""
+        return self.platform == "tpu" and self.shape.attention.pool_dtype == jnp.int8
+
     def lower_copy(self, n_blocks: int) -> Lowered:
         """Copies blocks in all of the stage's layers; arguments (pool, copies)."""
         pool, groups = self.pool(n_blocks), range(self.shape.groups.count)
-        copy = partial(kv_cache.copy_blocks, first_blocks=[self.first_blocks_of(each, n_blocks) for each in groups])
+        first_blocks = [self.first_blocks_of(each, n_blocks) for each in groups]
+        copy = partial(kv_cache.copy_blocks, first_blocks=first_blocks, in_turn=self._in_turn)
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         step = jax.jit(copy, donate_argnums=0, out_shardings=kept)
         return step.lower(pool, self._whole((len(groups) * self.shape.max_rows, 2), jnp.int32))
@@ -273,7 +279,7 @@ class StagePrograms:
     def lower_load(self, group: int, n_blocks: int) -> Lowered:
         """Copies blocks into the pool; arguments (pool, blocks, held)."""
         pool, held = self.pool(n_blocks), self.host_block(group, n_blocks)
-        copy = partial(block_copies.load, first_blocks=self.first_blocks_of(group, n_blocks))
+        copy = partial(block_copies.load, first_blocks=self.first_blocks_of(group, n_blocks), in_turn=self._in_turn)
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         step = jax.jit(copy, donate_argnums=0, out_shardings=(kept, self.everywhere))
         return step.lower(pool, self._whole((block_copies.COUNT,), jnp.int32), (held,) * block_copies.COUNT)

@@ -99,7 +99,7 @@ def test_a_corrupt_block_is_computed_again(params, stage) -> None:
     assert isinstance(pool, SlotPool)
     assert host is not None
     assert pool.host is not None
-    key = pool.host._keys[0, pool.chain(allocation_of(request("", tokens)), 6)[5]]  # the sixth block
+    key = pool.host._keys[0, allocation_of(request("", tokens)).digests(6, pool.block_size)[5]]  # the sixth block
     part = host.held[key][stage]
     assert part is not None
     leaves, tree = jax.tree.flatten(part.data)

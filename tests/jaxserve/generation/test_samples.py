@@ -168,7 +168,8 @@ def test_copying_blocks_makes_nothing_of_the_pools_size(params) -> None:
 
 @pytest.mark.parametrize("name", api.backend_names())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype) -> None:
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype, in_turn) -> None:
     n_blocks, layers = 7, 3
     heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "alibi": False}
     shape = api.AttentionShape(dtype=np.dtype("float32"), pool_dtype=jnp.dtype(dtype), **heads).with_blocks(128, 256)
@@ -178,7 +179,8 @@ def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype) -> None:
     before = [rng.integers(0, 100, leaf.shape).astype(leaf.dtype) for leaf in leaves]
     assert all(len(leaf) >= n_blocks * layers for leaf in before)
     copies = np.array([[5, 0], [5, 3], [1, 6], [-1, -1]], np.int32)
-    copy = jax.jit(partial(kv_cache.copy_blocks, first_blocks=[[n_blocks * layer for layer in range(layers)]]))
+    first_blocks = [[n_blocks * layer for layer in range(layers)]]
+    copy = jax.jit(partial(kv_cache.copy_blocks, first_blocks=first_blocks, in_turn=in_turn))
     copied = copy(jax.tree.unflatten(tree, before), copies)
     for old, new in zip(before, jax.tree.leaves(copied), strict=True):
         expected = old.copy()
