@@ -27,6 +27,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
+from jaxserve.simulate.steady_rows import SteadyScheduler
 from jaxserve.simulate.system import bucket_costs, iteration_seconds
 from jaxserve.simulate.virtual_clock import Arrival, HostTimes, SimulatedDevice, SimulatedReplica
 from sharding import specs
@@ -139,7 +140,7 @@ def orca_of(setup: Setup, fit: Fit, max_rows: int) -> Serve:
     bucket = BucketCost(size=max_rows * _LONGEST, compile_seconds=0.0, milliseconds=1.0)
 
     def serve(coming: Sequence[Arrival]) -> list[Outcome]:
-        scheduler = Scheduler(
+        scheduler = SteadyScheduler(
             SlotPool(setup.slots // _ORCA_BLOCK, _ORCA_BLOCK, policy="reserve", prefix_cache=False),
             BucketLadder([bucket]),
             max_rows=max_rows,
@@ -164,9 +165,10 @@ def ours_of(setup: Setup, fit: Fit) -> Serve:
     target = objective_of(setup, fit)
     roofline = setup.roofline(fit)
     ladder = BucketLadder(bucket_costs(roofline, default_sizes(OUR_ROWS, OUR_TOKENS), OUR_ROWS))
+    kind = SteadyScheduler if setup.stages == 1 else Scheduler  # batches share all rows: they are not counted
 
     def serve(coming: Sequence[Arrival]) -> list[Outcome]:
-        scheduler = Scheduler(
+        scheduler = kind(
             SlotPool(setup.slots // OUR_BLOCK, OUR_BLOCK, policy="grow", prefix_cache=False),
             ladder,
             max_rows=OUR_ROWS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxserve.iteration import Admission, BlockCopy, Chunk, IterationPlan, PooledRange, SamplerVariant, TableChange
 from jaxserve.scheduler.state import RequestState
 
@@ -56,15 +58,19 @@ class PlanBuilder:
           sampler: a SamplerVariant, or -1 where no chunk samples.
           scoring: whether some chunk's tokens are scored.
         """
-        return IterationPlan(
-            sequence=sequence,
-            bucket=bucket,
-            admissions=tuple(self.admissions),
-            chunks=tuple(self.chunks),
-            table_changes=tuple(self.changes),
-            sampler=None if sampler < 0 else SamplerVariant(sampler),
-            scoring=scoring,
-            drafts=tuple(self.drafts),
-            block_copies=tuple(self.copies),
-            pooled=tuple(self.pooled),
-        )
+        return IterationPlan(**self.fields(sequence, bucket, sampler, scoring=scoring))
+
+    def fields(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> dict[str, Any]:
+        """The fields of the finished plan (see `build`)."""
+        return {
+            "sequence": sequence,
+            "bucket": bucket,
+            "admissions": tuple(self.admissions),
+            "chunks": tuple(self.chunks),
+            "table_changes": tuple(self.changes),
+            "sampler": None if sampler < 0 else SamplerVariant(sampler),
+            "scoring": scoring,
+            "drafts": tuple(self.drafts),
+            "block_copies": tuple(self.copies),
+            "pooled": tuple(self.pooled),
+        }

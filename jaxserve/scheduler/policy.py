@@ -96,7 +96,8 @@ class DefaultTokenBudget:
         """
         decodes = plan.decodes
         if self._batches > 1:  # an iteration delays the rows of all plans in flight, which have about equally many each
-            decodes = max(decodes, -(-(len(requests.running) - len(plan.prompts)) // self._batches))
+            running = len(requests.running) + requests.num_counted - len(plan.prompts)
+            decodes = max(decodes, -(-running // self._batches))
         return self.budget(decodes, plan.prompt_tokens + requests.waiting.num_tokens + requests.preempted_tokens)
 
     def budget(self, decodes: int, prompt_tokens: int) -> int:

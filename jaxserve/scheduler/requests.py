@@ -27,6 +27,7 @@ class RequestTable:
       live: requests that have not ended, by id.
       waiting: requests in phase WAITING, except deferred samples.
       running: requests in phase RUNNING, by key.
+      num_counted: others in phase RUNNING, which decode and are only counted (in the simulator).
       samples: groups of requests with one prompt; a group may defer some of its requests.
       fetching: what is on its way from the host, oldest first, and for which WAITING request, unless it has ended; it
         is in no queue meanwhile.
@@ -45,7 +46,7 @@ class RequestTable:
         self.samples = ParallelSampleGroups(self.waiting, boundary=boundary)
         self.fetching: dict[Fetch, RequestState | None] = {}
         self.free_rows = list(range(n_rows))
-        self.num_finishing = self.num_preempted = self.preempted_tokens = 0
+        self.num_counted = self.num_finishing = self.num_preempted = self.preempted_tokens = 0
         self._exclusive = rows_are_exclusive
 
     @property
@@ -66,7 +67,7 @@ class RequestTable:
     @property
     def num_running(self) -> int:
         """Requests with work in the batch or a last token in flight."""
-        return len(self.running) + self.num_finishing
+        return len(self.running) + self.num_counted + self.num_finishing
 
     def add(self, state: RequestState) -> None:
         """Add a new request to the waiting queue."""

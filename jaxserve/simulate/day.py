@@ -6,7 +6,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, pi
+from math import ceil, floor, pi
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +92,23 @@ def compare(
     max_tokens: int | None,
     progress: Callable[[str, int, int], None],
 ) -> list[FleetResult]:
-    """Serve the workload with replicas that follow a rule, and with two fixed fleets: of its mean size and of its peak.
+    """Serve the workload with replicas that follow a rule, and with fixed fleets: of the mean size and of the largest.
+
+    A mean between two sizes is both of them.
 
     Args:
       start_seconds: from the start of a replica until it takes requests.
       max_tokens: limit that clients request, if it is more than they use.
     """
     incoming = arrivals(workload, max_tokens=max_tokens, max_context=system.groups.max_context)
-    progress("simulating", 0, 3)
-    scaled = _scaled(system, incoming, rule, start_seconds)
-    found = [scaled]
-    mean = ceil(scaled.replica_hours * 3600 / scaled.served.duration)
-    for done, size in enumerate(sorted({mean, scaled.largest}), start=1):
-        progress("simulating", done, 3)
+    progress("simulating", 0, 4)
+    found = [_scaled(system, incoming, rule, start_seconds)]
+    mean = found[0].replica_hours * 3600 / found[0].served.duration
+    sizes = sorted({floor(mean), ceil(mean), found[0].largest})
+    for size in sizes:
+        progress("simulating", len(found), 1 + len(sizes))
         found.append(_fixed(system, incoming, size))
-    progress("simulating", 3, 3)
+    progress("simulating", len(found), len(found))
     return found
 
 
@@ -227,7 +229,7 @@ def show(values: Sequence[dict[str, Any]], objective: Objective, out: Console) -
 def plot(results: Sequence[FleetResult], objective: Objective, title: str, path: Path) -> None:
     """Plot load and replicas over time, and the share in time of each fleet."""
     figure = drawing.figure(9, 5.4)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title.replace("; ", "\n"), fontsize=9)
     counts, shares = figure.subplots(2, 1, sharex=True)
     scaled, parts = results[0], [_over_time(each, objective) for each in results]
     hours = [each.time / 3600 for each in scaled.samples]
@@ -243,12 +245,12 @@ def plot(results: Sequence[FleetResult], objective: Objective, title: str, path:
     load.fill_between(edges[:-1], rate, step="post", color="#9aa5b1", alpha=0.35, linewidth=0)
     load.set(ylabel="requests/s (grey)", ylim=(0, None))
     counts.legend(fontsize=8, loc="upper left")
-    for result, part, colour in zip(results, parts, ("#2e6f95", "#d1733b", "#555555"), strict=False):
+    for result, part, colour in zip(results, parts, ("#2e6f95", "#d1733b", "#9aa5b1", "black"), strict=False):
         middle = [(each["begin_s"] + part[1]["begin_s"] / 2) / 3600 for each in part]
         label = f"{result.name}: {result.replica_hours:.1f} replica hours"
         shares.plot(middle, [100 * each["in_time"] for each in part], color=colour, marker=".", label=label)
     shares.set(xlabel="hours", ylabel="in time, %", ylim=(0, 104))
-    shares.legend(fontsize=8, loc="lower right")
+    shares.legend(fontsize=8, loc="lower left")
     for axis in (counts, shares):
         axis.grid(alpha=0.3)
     drawing.save(figure, path)

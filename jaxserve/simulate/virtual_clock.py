@@ -198,7 +198,6 @@ class SimulatedReplica:
         self._now = 0.0
         self._launched: deque[tuple[IterationPlan, float]] = deque()
         self._copies = SimulatedCopies(copy_seconds)
-        self._landed = array("d")  # the time when each plan's tokens came
         self.gaps: GapCounts | None = None  # of the table that the outcomes are kept in, if they are
         self.submitted: list[Request] = []  # that the loop has not admitted yet
         self._alive: dict[str, _LiveRequest] = {}
@@ -301,14 +300,13 @@ class SimulatedReplica:
     def _land(self, plan: SteadyPlan) -> SteadyPlan:
         """Note the time when a plan's tokens come. Returns it with the rows that have been listed since."""
         assert isinstance(self.scheduler, SteadyScheduler)
-        plan = self.scheduler.landing(plan)
+        plan = self.scheduler.landing(plan, self._now)
         if plan.steady and self.gaps is not None:
-            self.gaps.add(self._now - self._landed[-1], plan.steady)
-        self._landed.append(self._now)
+            self.gaps.add(self._now - plan.group.landed[-2], plan.steady)
         return plan
 
-    def _advanced(self, name: str, first: int, end: int) -> None:
-        self._alive[name].outcome.advance(self._landed[first:end])
+    def _advanced(self, name: str, times: array[float]) -> None:
+        self._alive[name].outcome.advance(times)
 
     def _deliver(self, events: Iterable[TokenEvent], steady: int) -> None:
         """Record the time of the events' tokens; so many more rows got one."""

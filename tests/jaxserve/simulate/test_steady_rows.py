@@ -41,14 +41,15 @@ def seconds(plan: IterationPlan) -> list[float]:
 @st.composite
 def engines(draw) -> SimulatedEngine:
     rows, block = draw(st.integers(1, 12)), draw(st.sampled_from([1, 4, 16]))
-    cached = draw(st.booleans())
+    cached, stages = draw(st.booleans()), draw(st.sampled_from([1, 1, 2, 3]))
     config = EngineConfig(
         max_rows=rows,
         buckets=SIZES,
         slot_policy=draw(st.sampled_from(["grow", "grow", "reserve"])),
         prefix_cache=cached,
         host_cache=draw(st.sampled_from([None, 40])) if cached else None,
-        in_flight=draw(st.sampled_from([None, 1])),
+        stages=stages,
+        in_flight=draw(st.sampled_from([None, 1, stages])),
         token_budget=draw(st.sampled_from([None, None, 8, 16])),
         target_tpot=draw(st.sampled_from([None, 0.03, 0.06])),
         order=draw(st.sampled_from(["slo", "fcfs"])),
@@ -57,11 +58,11 @@ def engines(draw) -> SimulatedEngine:
     times = {"launch": 0.001, "complete": 0.002, "polls": True}
     return SimulatedEngine(
         config=config,
-        seconds=seconds,
+        seconds=lambda plan: [(1 + 0.25 * stage) * each for stage in range(stages) for each in seconds(plan)],
         costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n, slots_read=8) for n in SIZES),
         slot_milliseconds=0.01,
         slots=draw(st.sampled_from([160, 320, 2048])),
-        groups=CacheGroups(block_size=block, max_context=160, n_rows=rows, most_tokens=64),
+        groups=CacheGroups(block_size=block, max_context=160, n_rows=(stages + 1) * rows, most_tokens=64),
         host=draw(st.sampled_from([None, HostTimes(**times)])),
         block_bytes=(1,),
         copy_seconds=(0.004,),
@@ -111,20 +112,21 @@ def test_counted_rows_have_the_outcomes_of_listed_ones_in_many_cases(engine, com
     check(engine, coming)
 
 
-def test_most_rows_are_counted(monkeypatch):
+@pytest.mark.parametrize("stages", [1, 3])
+def test_most_rows_are_counted(stages):
     counted, listed = 0, 0
 
     def watched(plan: IterationPlan) -> list[float]:
         nonlocal counted, listed
         assert isinstance(plan, SteadyPlan)
         counted, listed = counted + plan.steady, listed + len(plan.chunks)
-        return seconds(plan)
+        return seconds(plan) * stages
 
     engine = SimulatedEngine(
-        config=EngineConfig(max_rows=8, buckets=SIZES),
+        config=EngineConfig(max_rows=8, buckets=SIZES, stages=stages),
         seconds=watched,
         costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES),
-        slots=4096,
+        slots=16384,
         groups=CacheGroups(block_size=16, max_context=512, n_rows=8, most_tokens=64),
     )
     coming = [Arrival(0.1 * n, np.arange(30, dtype=np.int32) + n, 200, 200) for n in range(40)]
@@ -148,7 +150,7 @@ def test_a_steady_request_can_be_aborted():
     plans: list = []
     for _ in range(30):
         plans.append(made.schedule())
-        made.complete(made.landing(plans[-1]), result)
+        made.complete(made.landing(plans[-1], 0.0), result)
     assert plans[-1].steady == made.num_running == 1
     assert [event.finish_reason for event in made.abort("x")] == [FinishReason.ABORTED]
     assert not made.has_work
