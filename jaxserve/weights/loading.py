@@ -46,11 +46,15 @@ def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec, platform: str) 
     The returned function raises the ValueErrors of `ShardingSpec.resolve`.
     """
     counts = model.axis_sizes()
+    known: dict[Any, Sharding | Format] = {}  # layers are alike, unless the spec has rules for names
 
     def place(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Sharding | Format:
-        sharding = NamedSharding(mesh, spec.resolve(axes, shape, mesh, name=name, counts=counts))
-        order = _memory_order(axes) if platform in LAID_OUT else None
-        return sharding if order is None else Format(MemoryLayout(order), sharding)
+        kind = (name if spec.parameters else "", shape, axes)
+        if kind not in known:
+            sharding = NamedSharding(mesh, spec.resolve(axes, shape, mesh, name=name, counts=counts))
+            order = _memory_order(axes) if platform in LAID_OUT else None
+            known[kind] = sharding if order is None else Format(MemoryLayout(order), sharding)
+        return known[kind]
 
     return place
 
@@ -82,7 +86,8 @@ def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool)
         rows = jax.ShapeDtypeStruct(shape.shape[:-1], dtype, sharding=place(name, shape.shape[:-1], axes[:-1]))
         return Quantized(jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=placed), rows)
 
-    return jax.tree.unflatten(jax.tree.structure(model.shapes(dtype)), map(held, parameters(model, dtype)))
+    structure = jax.tree.structure(model.axes(), is_leaf=models.is_tuple)
+    return jax.tree.unflatten(structure, map(held, parameters(model, dtype)))
 
 
 def load(
