@@ -140,7 +140,13 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("seed", range(3))
+def seeds(count: int) -> pytest.MarkDecorator:
+    """Two in every run, the others among the long tests."""
+    each = [pytest.param(seed, marks=pytest.mark.long if seed > 1 else ()) for seed in range(count)]
+    return pytest.mark.parametrize("seed", each)
+
+
+@seeds(3)
 @pytest.mark.parametrize("n_stages", [1, 2])
 @pytest.mark.parametrize("mode", ["iteration", "request"])
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
@@ -149,7 +155,7 @@ def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
     crowd(policy, mode, n_stages, seed)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 @pytest.mark.parametrize("n_stages", [1, 2])
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_with_windows(policy, n_stages, seed):
@@ -158,7 +164,7 @@ def test_a_crowd_with_windows(policy, n_stages, seed):
     crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, windows=(1 + 3 * seed,))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(8)
 @pytest.mark.parametrize("n_stages", [1, 2])
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_with_two_cache_groups(policy, n_stages, seed):
@@ -168,7 +174,7 @@ def test_a_crowd_with_two_cache_groups(policy, n_stages, seed):
     crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, windows=windows, tight=seed > 3)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 @pytest.mark.parametrize("n_stages", [1, 2])
 def test_a_crowd_with_drafts(n_stages, seed):
     """The same with drafts, some of them wrong."""
@@ -176,7 +182,7 @@ def test_a_crowd_with_drafts(n_stages, seed):
     assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 @pytest.mark.parametrize("n_stages", [1, 2])
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_with_late_masks(policy, n_stages, seed):
@@ -185,7 +191,7 @@ def test_a_crowd_with_late_masks(policy, n_stages, seed):
     assert world.scheduler.withdrawals > 20
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 @pytest.mark.parametrize("n_stages", [1, 2])
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 4)])
 def test_a_crowd_with_a_host_cache(windows, n_stages, seed):
