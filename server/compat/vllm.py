@@ -35,7 +35,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._handler, self._engine = handler, handler.engine
         self._started = time.monotonic()
         self._latest = 0.0  # Unix time of the last Generate
-        self._archive: asyncio.Future[bytes] | None = None  # of the tokenizer's files, once somebody has asked
+        self._archive: bytes | None = None  # the tokenizer's files, once somebody has asked
+        self._archiving = asyncio.Lock()
         self._calls: dict[tuple[str, str], set[_Abortable]] = {}  # by tenant and request id
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -140,12 +141,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 raise errors.ApiError(
                     errors.ErrorKind.UNSUPPORTED, "this checkpoint has no tokenizer files; send token ids"
                 )
-            if self._archive is None:  # compressing takes a second, and many routers may ask
-                self._archive = asyncio.ensure_future(asyncio.to_thread(tokenizer_archive, tokenizer.directory))
-            archive = await asyncio.shield(self._archive)
+            async with self._archiving:  # compressing takes a second, and many routers may ask
+                if self._archive is None:
+                    self._archive = await asyncio.to_thread(tokenizer_archive, tokenizer.directory)
+            archive, sha256 = self._archive, hashlib.sha256(self._archive).hexdigest()
             for start in range(0, len(archive), _ARCHIVE_PART):
-                is_last = start + _ARCHIVE_PART >= len(archive)
-                digest = hashlib.sha256(archive).hexdigest() if is_last else ""
+                digest = sha256 if start + _ARCHIVE_PART >= len(archive) else ""
                 await context.write(pb.GetTokenizerChunk(data=archive[start : start + _ARCHIVE_PART], sha256=digest))
 
     async def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Any) -> None:
