@@ -95,11 +95,13 @@ def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
 def _by_rule(shape: AttentionShape) -> Cut:
     """Sizes by rule.
 
-    Decodes have as many bytes in flight as fit, in at most four units. Prompts have 512 rows and 1,024 slots, or fewer
+    Decodes have as many bytes in flight as fit, in at most four units, of 256 slots if that is no less than with 128:
+    large units are fewer chains of products and fill wide matrix units. Prompts have 512 rows and 1,024 slots, or fewer
     where a slot is wide.
     """
     room = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
-    slots = max(shape.block_size, min(128, room))
+    slots = max((256, 128), key=lambda slots: slots * min(4, room // slots))
+    slots = max(shape.block_size, min(slots, room))
     is_exact = operand_dtype(shape) != BFLOAT16
     rows = 256 if is_exact else 512
     of_head = 2 * head_span(shape) * shape.pool_dtype.itemsize

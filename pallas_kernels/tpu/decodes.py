@@ -24,11 +24,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu.cuts import cores
-from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes
+from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes, scales_by_row
 from pallas_kernels.tpu.layout import (
+    COMPILER_PARAMS,
     LANES,
     LOWEST,
     TpuPool,
+    across,
     dot,
     lanes_of,
     operand_dtype,
@@ -40,19 +42,24 @@ from pallas_kernels.tpu.layout import (
 )
 
 
+def buffers(units: int) -> int:
+    """Buffers for results: at least one for each unit of a step, and a power of 2."""
+    return 1 << (units - 1).bit_length()
+
+
 class _DecodeScratch(NamedTuple):
-    """Scratch memory of a core; `units` buffers, or twice as many, for inputs and outputs."""
+    """Scratch memory of a core; B is the number of `buffers`."""
 
     blocks: TpuPool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
-    new: TpuPool  # [units, 2, slot_tile, lanes] and [units, 2, scale_rows, block_size]
-    rows: Any  # [2 * units, ...]
-    out: Any  # [units, group, lanes]
-    maximum: Any  # [groups, rows, 128], equal in all lanes; the sum too
-    total: Any
-    acc: Any  # [groups, rows, lanes of a group]
+    new: TpuPool  # [B, 2, slot_tile, lanes] and [B, 2, scale_rows, block_size]
+    rows: Any  # [2 * B, ...]
+    out: Any  # [B, group, lanes]
+    maximum: Any  # [groups, rows, 128], equal in all lanes: after the last unit
+    total: Any  # [units, groups, rows, 128], equal in all lanes: after each unit
+    acc: Any  # [units, groups, rows, lanes of a group]: after each unit
     block_sems: Any  # [2, units]
-    row_sems: Any  # [2 * units]
-    out_sems: Any  # [units]; the other too
+    row_sems: Any  # [2 * B]
+    out_sems: Any  # [B]; the other too
     new_sems: Any
 
 
@@ -83,12 +90,16 @@ class _DecodeKernel:
         shape, size = self.shape, self.shape.block_size
         kv_buf, scale_buf = scratch.blocks
         new_buf, new_scale_buf = scratch.new
-        row_buf, out_buf, maximum, total, acc = scratch.rows, scratch.out, scratch.maximum, scratch.total, scratch.acc
-        groups, units, group = head_groups(shape), self.units, shape.group
+        row_buf, out_buf, total, acc = scratch.rows, scratch.out, scratch.total, scratch.acc
+        groups, units, rings, group = head_groups(shape), self.units, buffers(self.units), shape.group
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
         slots, tile, window = self.slots, slot_tile(shape.pool_dtype), self.window
         blocks, operand, factor = slots // size, operand_dtype(shape), score_factor(self.scale, shape)
+
+        def in_ring(row, n):
+            """The place of a row in n buffers, a power of 2."""
+            return (row - low) & (n - 1)
 
         def length(row):
             """Slots of a row, from the first block that is visited."""
@@ -109,13 +120,13 @@ class _DecodeKernel:
 
             @pl.when((row < high) & (step == 0))
             def _():
-                ring = lax.rem(row - low, 2 * units)
+                ring = in_ring(row, 2 * rings)
                 act(pltpu.make_async_copy(rows.at[row], row_buf.at[ring], scratch.row_sems.at[ring]))
 
             for b in range(blocks):
                 column = step * blocks + b
 
-                @pl.when((row < high) & (column * size < length(row)))
+                @pl.when((row < high) & (column * size < length(row)) if b else row < high)  # a unit has one at least
                 def _(b=b, column=column):
                     block = block_of(row, column)
                     sem = scratch.block_sems.at[side, unit]
@@ -124,19 +135,22 @@ class _DecodeKernel:
                         act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, unit, b], sem))
 
         def start(side, row, step):
+            """Start the copies of a step; returns its units and the one after them."""
+            started = []
             for unit in range(units):
                 each_copy(side, row, step, unit, lambda copy: copy.start())
+                started.append((row, step))
                 row, step = after(row, step)
-            return row, step
+            return started, (row, step)
 
         def of_ring(row, act):
             """Call `act` with every copy that stores a row's results."""
-            ring = lax.rem(row - low, units)
+            ring = in_ring(row, rings)
             act(pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]))
             of_new(row, act)
 
         def of_new(row, act):
-            ring = lax.rem(row - low, units)
+            ring = in_ring(row, rings)
             last = length(row) - 1
             block = block_of(row, lax.div(last, size))
             inside = lax.rem(last, size)
@@ -147,11 +161,11 @@ class _DecodeKernel:
 
         def add_token(side, row, step, unit):
             """Put the row's token into its slot, here and in the pool; zero the values after it."""
-            ring = lax.rem(row - low, units)
+            ring = in_ring(row, rings)
             slot = length(row) - 1 - step * slots
             first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
             index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
-            token = row_buf[lax.rem(row - low, 2 * units)]  # [R, lanes]
+            token = row_buf[in_ring(row, 2 * rings)]  # [R, lanes]
             for half in range(2):
                 held = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
                 new = jnp.where(index == slot, token[group + half : group + half + 1], held)
@@ -185,105 +199,107 @@ class _DecodeKernel:
 
         def query(row, place, masks):
             """The queries of a group, one row per head (`HeadGroup`)."""
-            token = row_buf[lax.rem(row - low, 2 * units)]
+            token = row_buf[in_ring(row, 2 * rings)]
             lanes = slice(place.start, place.start + place.lanes)
             q = jnp.zeros((place.rows, place.lanes), jnp.float32)
             for j in range(group):
                 q = jnp.where(masks[j], token[j : j + 1, lanes], q)
             return q.astype(operand)
 
-        def summed(side, row, step, unit, which, masks):
-            """Maximum, sum and weighted values of one unit."""
+        def scores_of(side, row, step, unit, which, mask):
+            """The masked scores of one unit, [rows, slots], and which of its slots are seen."""
             place = groups[which]
-            lanes = pl.ds(place.start, place.lanes)
-            keys = kv_buf[side, unit, 0, :, lanes].astype(operand)
-            scores = dot(query(row, place, masks), keys, transposed=True) * factor  # [rows, slots]
+            keys = kv_buf[side, unit, 0, :, pl.ds(place.start, place.lanes)].astype(operand)
+            scores = dot(query(row, place, mask), keys, transposed=True) * factor
             if scale_buf is not None:
                 scores *= self._scales_of_rows(scale_buf, side, unit, 0, place)
             scores = soft_capped(scores, shape)
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
             if slopes is not None:
-                scores += slopes[which][:, :1] * (position - (length(row) - 1)).astype(jnp.float32)
+                scores += across(slopes[which], slots) * (position - (length(row) - 1)).astype(jnp.float32)
             held = position < length(row)
             if window is not None:
                 held &= position >= length(row) - window
-            scores = jnp.where(held, scores, LOWEST)
-            most = jnp.max(scores, axis=1, keepdims=True)
-            weights = jnp.where(held, jnp.exp(scores - most), 0.0)
-            sums = jnp.sum(weights, axis=1, keepdims=True)
+            return jnp.where(held, scores, LOWEST), held
+
+        def weighted(side, unit, which, scores, held):
+            """Maximum, sum [rows, 128] and weighted values of one unit."""
+            place = groups[which]
+            most = jnp.broadcast_to(jnp.max(scores, axis=1, keepdims=True), (place.rows, LANES))
+            weights = jnp.where(held, jnp.exp(scores - across(most, slots)), 0.0)
+            sums = jnp.broadcast_to(jnp.sum(weights, axis=1, keepdims=True), (place.rows, LANES))
             if scale_buf is not None:
                 weights = jnp.where(held, weights * self._scales_of_rows(scale_buf, side, unit, 1, place), 0.0)
-            values = kv_buf[side, unit, 1, :, lanes].astype(operand)
+            values = kv_buf[side, unit, 1, :, pl.ds(place.start, place.lanes)].astype(operand)
             return most, sums, dot(weights.astype(operand), values)
 
-        def merge(step, which, most, sums, new):
+        def merge(step, which, state, most, sums, new):
             """Merge a unit into its row's softmax; the first unit starts it, from the sinks if any."""
-            lanes = groups[which].lanes
-            began = step > 0
-            old = jnp.where(began, maximum[which][:, :1], LOWEST if sinks is None else sinks[which][:, :1])
+            maximum, total, acc = state
+            began, lanes = step > 0, groups[which].lanes
+            old = jnp.where(began, maximum, LOWEST if sinks is None else sinks[which])
             raised = jnp.maximum(old, most)
             kept = jnp.exp(old - raised)
             shrink, grow = jnp.where(began, kept, 0.0), jnp.exp(most - raised)
-            maximum[which] = jnp.broadcast_to(raised, maximum.shape[1:])
-            before = jnp.where(began, total[which][:, :1] * shrink, 0.0 if sinks is None else kept)
-            total[which] = jnp.broadcast_to(before + sums * grow, total.shape[1:])
-            acc[which, :, :lanes] = jnp.where(began, acc[which, :, :lanes] * shrink, 0.0) + new * grow
+            total = jnp.where(began, total * shrink, 0.0 if sinks is None else kept) + sums * grow
+            acc = jnp.where(began, acc * across(shrink, lanes), 0.0) + new * across(grow, lanes)
+            return raised, total, acc
 
-        def finish(row, masks):
+        def add_units(side, here, which, mask):
+            """Sum up the units of a step, and keep the softmax of their rows as it is after each."""
+            lanes, last = groups[which].lanes, units - 1
+            scores = [scores_of(side, row, step, unit, which, mask) for unit, (row, step) in enumerate(here)]
+            sums = [weighted(side, unit, which, *scores[unit]) for unit in range(units)]
+            state = scratch.maximum[which], total[last, which], acc[last, which, :, :lanes]
+            for unit, (_, step) in enumerate(here):
+                state = merge(step, which, state, *sums[unit])
+                total[unit, which], acc[unit, which, :, :lanes] = state[1:]
+            scratch.maximum[which] = state[0]
+
+        def finish(row, unit, masks):
             """Store a row's result: of each row of a group, the lanes of its head."""
-            ring = lax.rem(row - low, units)
+            ring = in_ring(row, rings)
             for which, place in enumerate(groups):
-                result = acc[which, :, : place.lanes] / total[which][:, :1]
+                result = acc[unit, which, :, : place.lanes] / across(total[unit, which], place.lanes)
                 for j in range(group):
                     mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
                     out_buf[ring, j : j + 1, place.start : place.start + place.lanes] = mine
             pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]).start()
 
         def iteration(i, carry):
-            ahead, cursor = carry
+            here, cursor = carry
             side = lax.rem(i, 2)
-            ahead = start(1 - side, *ahead)
-            here = [cursor]
-            while len(here) <= units:
-                here.append(after(*here[-1]))
-            cursor = here.pop()
+            following, cursor = start(1 - side, *cursor)
             for unit, (row, step) in enumerate(here):
                 each_copy(side, row, step, unit, lambda copy: copy.wait())
+            for unit, (row, step) in enumerate(here):
                 if window is not None:
                     pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
                 ends = (row < high) & ((step + 1) * slots >= length(row))
 
-                @pl.when(ends & (row - low >= units))
+                @pl.when(ends & (row - low >= rings))
                 def _(row=row):
-                    of_ring(row - units, lambda copy: copy.wait())
+                    of_ring(row - rings, lambda copy: copy.wait())
 
                 @pl.when(ends)
                 def _(row=row, step=step, unit=unit):
                     add_token(side, row, step, unit)
 
             masks = [query_lanes(place, shape) for place in groups]
-            partials = [
-                [summed(side, row, step, unit, which, masks[which]) for which in range(len(groups))]
-                for unit, (row, step) in enumerate(here)
-            ]
-            for (row, step), parts in zip(here, partials, strict=True):
-
-                @pl.when(row < high)
-                def _(row=row, step=step, parts=parts):
-                    for which, part in enumerate(parts):
-                        merge(step, which, *part)
+            for which, mask in enumerate(masks):
+                add_units(side, here, which, mask)
+            for unit, (row, step) in enumerate(here):
 
                 @pl.when((row < high) & ((step + 1) * slots >= length(row)))
-                def _(row=row):
-                    finish(row, masks)
+                def _(row=row, unit=unit):
+                    finish(row, unit, masks)
 
-            return ahead, cursor
+            return following, cursor
 
         n_units = bounds[cores(shape) + 1 + core]
-        first = (low, jnp.int32(0))
-        ahead = start(0, *first)
-        lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, (ahead, first))
-        for back in range(units):
+        carry = start(0, low, jnp.int32(0))
+        lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, carry)
+        for back in range(rings):
 
             @pl.when(high - low > back)
             def _(back=back):
@@ -294,12 +310,7 @@ class _DecodeKernel:
         blocks = self.slots // self.shape.block_size
         heads = slice(place.first, min(place.first + place.heads, scale_buf.shape[-2]))
         by_head = jnp.concatenate([scale_buf[side, unit, b, half, heads] for b in range(blocks)], axis=1)
-        row = lax.broadcasted_iota(jnp.int32, (place.rows, self.slots), 0)
-        scales = jnp.zeros((place.rows, self.slots), jnp.float32)
-        for head in range(by_head.shape[0]):
-            for j in range(self.shape.group):
-                scales = jnp.where(row == j * place.heads + head, by_head[head : head + 1], scales)
-        return scales
+        return scales_by_row(by_head, place, self.shape)
 
     def _add_scales(self, scale_buf, new_scale_buf, token, side, unit, ring, slot) -> None:
         """Store the scales of a row's token in its block, here and in the output buffer."""
@@ -353,7 +364,7 @@ def attend(
     """
     n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.block_size, shape.pool_dtype
     groups = head_groups(shape)
-    state = (len(groups), groups[0].rows)
+    state, rings = (len(groups), groups[0].rows), buffers(units)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     pool_specs = jax.tree.map(lambda _: anywhere, pool)
 
@@ -380,21 +391,21 @@ def attend(
             scratch_shapes=[
                 _DecodeScratch(
                     blocks=TpuPool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
-                    new=TpuPool(scratch(units, 2, slot_tile(dtype), lanes, dtype=dtype), scales(units)),
-                    rows=scratch(2 * units, *rows.shape[1:]),
-                    out=scratch(units, shape.group, lanes),
+                    new=TpuPool(scratch(rings, 2, slot_tile(dtype), lanes, dtype=dtype), scales(rings)),
+                    rows=scratch(2 * rings, *rows.shape[1:]),
+                    out=scratch(rings, shape.group, lanes),
                     maximum=scratch(*state, LANES),
-                    total=scratch(*state, LANES),
-                    acc=scratch(*state, groups[0].lanes),
+                    total=scratch(units, *state, LANES),
+                    acc=scratch(units, *state, groups[0].lanes),
                     block_sems=pltpu.SemaphoreType.DMA((2, units)),
-                    row_sems=pltpu.SemaphoreType.DMA((2 * units,)),
-                    out_sems=pltpu.SemaphoreType.DMA((units,)),
-                    new_sems=pltpu.SemaphoreType.DMA((units,)),
+                    row_sems=pltpu.SemaphoreType.DMA((2 * rings,)),
+                    out_sems=pltpu.SemaphoreType.DMA((rings,)),
+                    new_sems=pltpu.SemaphoreType.DMA((rings,)),
                 )
             ],
         ),
         input_output_aliases={n_before + i: 1 + i for i in range(len(jax.tree.leaves(pool)))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         name="attention_decodes",
     )(bounds, kv_lens, tables, first_block, rows, *by_head, pool)

@@ -56,6 +56,16 @@ def by_row(values: jax.Array, shape: AttentionShape) -> jax.Array:
     return jnp.broadcast_to(rows, (len(groups), one.rows, LANES))
 
 
+def scales_by_row(by_head: jax.Array, place: HeadGroup, shape: AttentionShape) -> jax.Array:
+    """Scales of a group's KV heads in some slots [heads, slots], as each row's own: float32[rows, slots]."""
+    row = lax.broadcasted_iota(jnp.int32, (place.rows, by_head.shape[1]), 0)
+    scales = jnp.zeros(row.shape, jnp.float32)
+    for head in range(by_head.shape[0]):
+        for j in range(shape.group):
+            scales = jnp.where(row == j * place.heads + head, by_head[head : head + 1], scales)
+    return scales
+
+
 def query_lanes(place: HeadGroup, shape: AttentionShape) -> list[jax.Array]:
     """For each query head of a KV head, the lanes that its rows read: bool[rows, lanes]."""
     dim = shape.head_dim

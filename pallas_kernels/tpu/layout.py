@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
 
@@ -27,6 +28,10 @@ class TpuPool(NamedTuple):
 
     kv: Any  # [n_blocks, 2, block_size, lanes]
     scales: Any = None  # float32[n_blocks, 2, scale_rows, block_size]
+
+
+# To check that a copy is within its arrays takes a core longer than to start it. The host checks block tables.
+COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True)
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -71,6 +76,11 @@ def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.A
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+def across(x: jax.Array, lanes: int) -> jax.Array:
+    """x [rows, 128], equal in all lanes, as [rows, lanes]. A copy from one lane would cost a permutation a register."""
+    return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
 
 
 def score_factor(scale: float, shape: AttentionShape) -> float:

@@ -30,9 +30,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu.cuts import Cut, Part, cores, part_of_tile
 from pallas_kernels.tpu.layout import (
+    COMPILER_PARAMS,
     LANES,
     LOWEST,
     TpuPool,
+    across,
     dot,
     head_span,
     lanes_of,
@@ -282,7 +284,7 @@ class _PromptKernel:
             old = maximum[rows]  # [rows, 128], as all that follows for rows
             raised = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
             # A row that has seen no slot yet sums up weights of 1; `shrink` is 0 once it sees one.
-            weights = jnp.exp2(scores - _across(raised, part.slots))
+            weights = jnp.exp2(scores - across(raised, part.slots))
             shrink = jnp.exp2(old - raised)
             maximum[rows] = raised
             total[rows] = total[rows] * shrink + jnp.sum(weights, axis=1, keepdims=True)
@@ -290,14 +292,14 @@ class _PromptKernel:
                 weights *= self._scales_of(scale_buf, side, 1, head, j, part)
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0.0)
-            acc[rows] = acc[rows] * _across(shrink, lanes) + dot(weights.astype(operand), values)
+            acc[rows] = acc[rows] * across(shrink, lanes) + dot(weights.astype(operand), values)
 
         def end_chunk(turn, at, head, chunk):
             """Store the chunk's rows in the tile's result."""
 
             def end(i, _first, _last):
                 rows, place = rows_of(i), (lax.rem(turn, 2), *of_tile(i))
-                sums = _across(total[rows], lanes)
+                sums = across(total[rows], lanes)
                 result = acc[rows] / jnp.where(sums > 0, sums, 1.0)
                 result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
                 mine, held = positions(at, chunk, i) >= 0, out_buf[place]
@@ -386,11 +388,6 @@ class _PromptKernel:
         return by_row
 
 
-def _across(x: jax.Array, lanes: int) -> jax.Array:
-    """x [rows, 128], equal in all lanes, as [rows, lanes]. A copy from one lane would cost a permutation a register."""
-    return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
-
-
 def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
     """x rotated to the right by `lanes` lanes, or to the left."""
     if head_dim % LANES == 0:
@@ -465,7 +462,7 @@ def attend(
                 )
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         name="attention_prompts",
     )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, sinks, q, pool)

@@ -64,3 +64,11 @@ def test_known_devices_are_cut_as_measured(monkeypatch):
     monkeypatch.setattr(cuts, "MEASURED", {cuts.key(shape()): measured})
     assert cuts.cut(shape(), 4096) == measured
     assert cuts.cut(shape(), 100).tile == 112
+
+
+UNITS = [(1, (4, 256)), (7, (4, 256)), (8, (3, 256)), (16, (3, 128)), (32, (1, 128))]
+
+
+@pytest.mark.parametrize(("heads", "units"), UNITS)
+def test_units_of_decodes_are_large_where_no_less_is_copied(heads, units):
+    assert cuts.cut(shape(heads, "bfloat16"), 16)[:2] == units
