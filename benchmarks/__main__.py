@@ -14,6 +14,7 @@ BENCHMARKS = {
     "fronts": Benchmark("benchmarks.front_doors", "route from many fronts to simulated replicas"),
     "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
     "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
+    "overlap": Benchmark("benchmarks.overlap", "tell which collectives run while devices multiply"),
     "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),
     "peers": Benchmark("benchmarks.peers", "compare with transformers, CTranslate2 and llama.cpp"),
     "predictions": Benchmark("benchmarks.predictions", "compare plans of drawn specs with the compiler"),

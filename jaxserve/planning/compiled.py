@@ -195,7 +195,8 @@ def _instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]
             yield "reduce-scatter", _arrays(given), line
             continue
         arrays = _arrays(match["shape"])
-        if match["start"] and match["op"] != "all-reduce":  # of which the results are all there is
+        # An all-reduce has its results only, on TPUs and CPUs.
+        if match["start"] and (match["op"] != "all-reduce" or match["shape"].startswith("((")):
             arrays = _results(arrays, match["op"])
         yield match["op"], arrays, line
 

@@ -119,6 +119,7 @@ ENTRY %main (x: f32[8,128]) -> f32[8] {
   %i = s8[4]{0} all-reduce(%z), replica_groups=mesh['a'=2,'b'=8] {'a','b':(1)4}, to_apply=%add
   %f = (bf16[4,8]{1,0:T(8,128)}, bf16[4,8]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%v)
   %g = (f32[8]{0}, f32[16]{0}) all-reduce-start(%s, %t), to_apply=%add
+  %j = ((bf16[16]{0}), bf16[16]{0}) all-reduce-start(%s), to_apply=%add
   %h = ((f32[2]{0}, f32[4]{0}), (f32[8]{0}, f32[16]{0})) all-gather-start(%s, %t), dimensions={0}
 """
 
@@ -132,6 +133,7 @@ def test_collectives_are_found_in_a_module():
         compiled.CollectiveOp("all-reduce", "s8[4]", 4, 1, 8),
         compiled.CollectiveOp("collective-permute", "bf16[4,8]", 64, 1),
         compiled.CollectiveOp("all-reduce", "f32[8], f32[16]", 96, 1),
+        compiled.CollectiveOp("all-reduce", "bf16[16]", 32, 1),
         compiled.CollectiveOp("all-gather", "f32[8], f32[16]", 96, 1),
     ]
 
