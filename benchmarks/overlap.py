@@ -15,6 +15,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.planning import model_catalog, targets
 from jaxserve.planning.compiled import KINDS, collectives
 from jaxserve.planning.deployment import Deployment, programs
+from jaxserve.runner import compiler_options
 from server.commands import console
 from sharding import devices, specs
 from sharding.spec import read
@@ -125,7 +126,7 @@ def compiled(args: argparse.Namespace) -> str:
     with targets.lowering(stage.mesh):
         lowered = stage.lower_forward(args.bucket, rows * 2048 // stage.shape.attention.block_size)
     given = dict(option.split("=", 1) for option in args.option)
-    return lowered.compile(targets.compiler_options(stage.platform) | given).as_text() or ""
+    return lowered.compile(compiler_options.of(stage.platform, absent=True) | given).as_text() or ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

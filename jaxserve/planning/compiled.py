@@ -15,8 +15,8 @@ import jax
 from jaxserve.planning.cost import Collective
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import Plan, bucket_plan
-from jaxserve.planning.targets import compiler_options, lowering
-from jaxserve.runner import sharded_parameters
+from jaxserve.planning.targets import lowering
+from jaxserve.runner import compiler_options, sharded_parameters
 from jaxserve.runner.lowering import StagePrograms, temporaries
 
 Progress = Callable[[str, int, int], None]
@@ -123,13 +123,14 @@ def compile_stages(plan: Plan, devices: Sequence[Any], progress: Progress) -> tu
 
 def _compile(plan: Plan, index: int, stage: StagePrograms, deployment: Deployment) -> CompiledStage:
     bucket = deployment.buckets[-1]
+    options = compiler_options.of(stage.mesh.devices.flat[0].platform, absent=True)
     started = time.perf_counter()
     try:
         with lowering(stage.mesh):
             lowered = [stage.lower_forward(bucket, plan.slots // plan.block_size)]
             if stage.is_last:
                 lowered.append(stage.lower_head(stage.shape.layout(bucket).points))
-        made = [each.compile(compiler_options(stage.mesh.devices.flat[0].platform)) for each in lowered]
+        made = [each.compile(options) for each in lowered]
     except RuntimeError as problem:
         raise ValueError(f"stage {index} does not compile: {str(problem).splitlines()[0]}") from problem
     seconds = time.perf_counter() - started

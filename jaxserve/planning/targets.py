@@ -70,11 +70,6 @@ def lowering(mesh: Mesh) -> AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """Options that keep the compiler from looking for a device to measure on."""
-    return {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
-
-
 def _tpus(topology: Topology) -> Sequence[Any]:
     from jax.experimental import topologies
 

@@ -22,7 +22,7 @@ from jaxserve import weights
 from jaxserve.iteration import IterationPlan, IterationResult, SamplerVariant
 from jaxserve.models import Params
 from jaxserve.models.products import Quantized
-from jaxserve.runner import batch, kv_cache
+from jaxserve.runner import batch, compiler_options, kv_cache
 from jaxserve.runner.block_copies import COUNT, HostBlock
 from jaxserve.runner.lowering import StagePrograms, ends, temporaries
 from jaxserve.runner.program_cache import ProgramCache
@@ -169,11 +169,12 @@ class StageRunner:
 
     def _compiled(self, lower: Callable[..., jax.stages.Lowered], *sizes: Any) -> Any:
         self.num_programs += 1
+        options = compiler_options.of(self.programs.platform)
         if self._cache is None:
-            return lower(*sizes).compile()
+            return lower(*sizes).compile(options)
         made_from = f"{lower.__name__}{sizes} of {self.programs.made_from()}"
         devices = list(self.programs.mesh.devices.flat)
-        return self._cache.get(made_from, devices, lambda: lower(*sizes).compile())
+        return self._cache.get(made_from, devices, lambda: lower(*sizes).compile(options))
 
     def _whole(self, values: Any) -> jax.Array:
         """A host array on every device of this stage; other hosts with such devices hold the same array."""

@@ -18,6 +18,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.planning import compiled, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
+from jaxserve.runner import compiler_options
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
 from pallas_kernels.gpu import grouped
@@ -66,7 +67,7 @@ class Kernel:
 def compile_dumped(lowered: Any, dump: Path) -> tuple[Any, list[Kernel]]:
     """A compiled program and its Pallas kernels; the compiler's dumps go to an empty folder."""
     options = {"xla_dump_to": str(dump), "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": ".*"}
-    program = lowered.compile(targets.compiler_options("gpu") | options)
+    program = lowered.compile(compiler_options.of("gpu", absent=True) | options)
     return program, kernels(dump)
 
 
@@ -277,7 +278,7 @@ def compile_step(stage: StagePrograms, bucket: int, n_blocks: int) -> tuple[str,
     started = time.perf_counter()
     with targets.lowering(stage.mesh):
         lowered, head = stage.lower_forward(bucket, n_blocks), stage.lower_head(stage.shape.points)
-    program, head = (each.compile(targets.compiler_options("gpu")) for each in (lowered, head))
+    program, head = (each.compile(compiler_options.of("gpu", absent=True)) for each in (lowered, head))
     assert not list(compiled.copies(stage, head.as_text() or "", n_blocks))
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None

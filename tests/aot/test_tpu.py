@@ -20,6 +20,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.planning import compiled, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
+from jaxserve.runner import compiler_options
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
 from pallas_kernels.tpu.layout import round_up
@@ -235,7 +236,7 @@ def test_a_step_of_decodes(tell, hold, topology):
     for decodes_only, kernels in ((False, {"decodes", "prompts", "write"}), (True, {"decodes"})):
         with targets.lowering(stage.mesh):
             lowered = stage.lower_forward(16, 256, decodes_only)
-        text = lowered.compile(targets.compiler_options("tpu")).as_text()
+        text = lowered.compile(compiler_options.of("tpu", absent=True)).as_text()
         assert text is not None
         assert set(re.findall(r"%attention_(\w+)\.\d+ = ", text)) == kernels
         figures = figures_of_step(text, 8)

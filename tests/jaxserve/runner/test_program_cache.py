@@ -13,9 +13,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.runner import cache_folder, program_cache
+from jaxserve.planning import compiled
+from jaxserve.planning.predict import predict
+from jaxserve.runner import cache_folder, compiler_options, program_cache
 from server.commands import cli
 from tests.fixtures.tiny import BLOOM
+from tests.jaxserve.planning.questions import BLOOM as TINY
+from tests.jaxserve.planning.questions import question
 
 # Sizes of no other test: what jax has loaded from its own cache is not kept.
 MODEL = dataclasses.replace(BLOOM, vocab_size=93)
@@ -84,6 +88,15 @@ def test_replicas_load_what_one_has_compiled(params, folder, first) -> None:
     pools = [jax.tree.leaves(loop.pipeline.stages[0].pool)[0] for loop in engine._loops]
     assert [pool.devices() for pool in pools] == [{jax.devices()[0]}, {jax.devices()[1]}]
     assert answers(engine) == expected
+
+
+def test_engine_and_plan_compile_with_the_same_options(params, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compiler_options, "of", lambda *_, **__: {"xla_no_such_option": True})
+    with pytest.raises(RuntimeError, match="xla_no_such_option"):
+        start(params, tmp_path)
+    plan = predict(question(TINY))
+    with pytest.raises(ValueError, match=r"stage 0 does not compile: .*xla_no_such_option"):
+        compiled.compile_stages(plan, jax.devices()[:1], lambda *_: None)
 
 
 @pytest.mark.parametrize(("platform", "shared"), [("tpu", False), ("cpu", True), ("cuda", True)])
