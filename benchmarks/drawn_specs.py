@@ -33,12 +33,18 @@ class Draw(NamedTuple):
         )
 
 
-def draw(rng: random.Random, *, whole: tuple[str, ...] = (), meshes: tuple[Mapping[str, int], ...] = MESHES) -> Draw:
-    """The next draw: every axis over none, one or two of the mesh's axes; some have gathers, rules of activations, and
-    an exception for some layers.
+def draw(
+    rng: random.Random,
+    *,
+    whole: tuple[str, ...] = (),
+    meshes: tuple[Mapping[str, int], ...] = MESHES,
+    exceptions: bool = False,
+) -> Draw:
+    """The next draw: every axis over none, one or two of the mesh's axes; some have gathers and rules of activations.
 
     Args:
       whole: logical axes that stay whole; with some, there are no gathers and no rules of activations.
+      exceptions: whether every second draw has another rule for some layers.
     """
     family, mesh = rng.choice(models.families()), rng.choice(meshes)
     free = [axis for axis in mesh if axis != "stage"]
@@ -57,7 +63,7 @@ def draw(rng: random.Random, *, whole: tuple[str, ...] = (), meshes: tuple[Mappi
         "pool": {"heads": target()} if rng.random() < 0.2 else {},
         "pad": {"heads": "true", "vocab": "true"},
     }
-    if rng.random() < 0.5:
+    if exceptions and rng.random() < 0.5:
         layers, axis = rng.choice(("0", "0-1", "1-1")), rng.choice([each for each in IN_LAYERS if each in rules])
         drawn[f'parameters."layers.{layers}.*"'] = {axis: target()}
     return Draw(family, drawn | {"activations": {}, "gather": {}} if whole else drawn)

@@ -24,7 +24,7 @@ def drawn(seed: int, folder: Path) -> tuple[str, EngineConfig]:
     """A family, and a mesh and rules for it that a plan accepts."""
     rng = random.Random(seed)
     while True:
-        family, _ = each = drawn_specs.draw(rng)
+        family, _ = each = drawn_specs.draw(rng, exceptions=True)
         file = folder / f"{seed}.toml"
         file.write_text(each.text)
         try:
