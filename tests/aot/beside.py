@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxserve.planning import targets
 from pallas_kernels.api import AttentionShape
@@ -88,10 +89,15 @@ def of_jax(folder: Path, device: Any) -> dict[str, Code]:
             sm_scale=DIM**-0.5,
             num_kv_pages_per_block=PAGES,
             num_queries_per_block=QUERIES,
+            vmem_limit_bytes=64 * 2**20,
         )
 
     q, pages = like((TOKENS, HEADS, DIM), jnp.bfloat16), like((64, PAGE, 2 * KV_HEADS, DIM), jnp.bfloat16)
-    jax.jit(step).lower(q, pages, like((ROWS,)), like((ROWS, CONTEXT // PAGE)), like((ROWS + 1,)), like((1,))).compile()
+    with targets.lowering(Mesh(np.array([device]), ("x",))):
+        lowered = jax.jit(step).lower(
+            q, pages, like((ROWS,)), like((ROWS, CONTEXT // PAGE)), like((ROWS + 1,)), like((1,))
+        )
+    lowered.compile()
     code = bundles.blocks(folder, "ragged_paged_attention_kernel")
     slots = PAGES * PAGE
     return {
