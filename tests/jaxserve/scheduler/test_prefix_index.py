@@ -84,6 +84,7 @@ def test_a_digest_is_of_the_salt_and_all_tokens_to_its_block():
         parts.tokens += tokens[17:]
         assert parts.digests(10, 4) == whole
         taken = allocation(tokens, salt)
+        taken.digests(2, 4)
         taken.take_digests(parts, 7)
         assert len(taken._digests.known) == 7
         assert taken.digests(10, 4) == whole
