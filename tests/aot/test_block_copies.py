@@ -11,7 +11,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.planning import compiled, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
-from jaxserve.runner import block_copies
+from jaxserve.runner import block_copies, compiler_options
 from sharding import devices, specs
 
 TOPOLOGIES = [
@@ -44,7 +44,7 @@ def test_blocks_are_copied_where_they_are(platform: str, topology: str, kv_cache
     block = sum(map(on_device, jax.tree.leaves(stage.host_block(0, BLOCKS).data)))
     with targets.lowering(stage.mesh):
         lowered = stage.lower_store(0, BLOCKS), stage.lower_load(0, BLOCKS), stage.lower_copy(BLOCKS)
-    store, load, copy = (each.compile(targets.compiler_options(platform)) for each in lowered)
+    store, load, copy = (each.compile(compiler_options.of(platform, absent=True)) for each in lowered)
 
     copies = block_copies.COUNT * block
     for program in (store, load, copy):
