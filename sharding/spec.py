@@ -334,22 +334,28 @@ def matches(name: str, glob: str) -> bool:
     """Whether a glob matches a parameter's name; `layers.0,4-7.*` matches those of layers 0 and 4 to 7."""
     index = layer_of(name)
     if index is not None:
-        glob = _LAYERS.sub(lambda found: str(index) if index in _layers(found[0]) else found[0], glob)
+        glob = _LAYERS.sub(lambda found: str(index) if _has(found[0], index) else found[0], glob)
     return fnmatchcase(name, glob)
 
 
-def _layers(text: str) -> set[int]:
+def _has(text: str, layer: int) -> bool:
+    return any(layer in part for part in _layers(text))
+
+
+def _layers(text: str) -> list[range]:
     """The layers of a list of indices and ranges, such as 0,4-7."""
     ends = (part.partition("-") for part in text.split(","))
-    return {layer for first, _, last in ends for layer in range(int(first), int(last or first) + 1)}
+    return [range(int(first), int(last or first) + 1) for first, _, last in ends]
 
 
 def _check_layers(glob: str, parameters: Iterable[str]) -> None:
     """Raise ValueError if a part of a glob names layers that the model does not have, or an empty range."""
     have = {layer for name in parameters if (layer := layer_of(name)) is not None}
     for found in _LAYERS.finditer(glob):
-        for part in found[0].split(","):
-            if not _layers(part) or _layers(part) - have:
+        for part, layers in zip(found[0].split(","), _layers(found[0]), strict=True):
+            if not layers:
+                raise ValueError(f'[parameters."{glob}"]: {part} has no layers; write {layers.stop - 1}-{layers.start}')
+            if layers.stop - 1 not in have:
                 raise ValueError(f'[parameters."{glob}"]: there are no layers {part}; the model has 0-{max(have)}')
 
 

@@ -233,7 +233,11 @@ PARAMETERS = {"layers.0.qkv.bias": ("heads",), "layers.1.qkv.bias": ("heads",), 
         ),
         (
             replace(SPEC, parameters={"layers.1-0.*": {"heads": None}}),
-            r"\[parameters.\"layers.1-0.\*\"\]: there are no layers 1-0; the model has 0-1$",
+            r"\[parameters.\"layers.1-0.\*\"\]: 1-0 has no layers; write 0-1$",
+        ),
+        (
+            replace(SPEC, parameters={"layers.0-99999999999.*": {"heads": None}}),
+            r"there are no layers 0-99999999999; the model has 0-1$",
         ),
         (
             replace(SPEC, parameters={"layer.0-1.qkv.bias": {"heads": None}}),
