@@ -61,7 +61,7 @@ class ScalingRule:
                 raise ValueError("it is no ScaledObject of KEDA")
             return cls._of(found["spec"])
         except (yaml.YAMLError, ValueError, KeyError, TypeError, IndexError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
             raise ValueError(
                 f"{path}: no rule that can be simulated: {what}; deploy/kustomize/components/scaling has one"
             ) from None
@@ -79,19 +79,31 @@ class ScalingRule:
         if policy["type"] != "Pods" or len(down["policies"]) > 1 or "policies" in up:
             raise ValueError("scaleDown must have one policy, of type Pods, and scaleUp none")
         rule = cls(
-            least=int(spec["minReplicaCount"]),
-            most=int(spec["maxReplicaCount"]),
-            owed_seconds=float(trigger["metadata"]["threshold"]),
-            period=float(spec["pollingInterval"]),
+            least=int(_number(spec, "minReplicaCount")),
+            most=int(_number(spec, "maxReplicaCount")),
+            owed_seconds=_number(trigger["metadata"], "threshold"),
+            period=_number(spec, "pollingInterval"),
             window=float(averaged[1]) * {"s": 1, "m": 60}[averaged[2]],
-            up_window=float(up["stabilizationWindowSeconds"]),
-            down_window=float(down["stabilizationWindowSeconds"]),
-            down_replicas=int(policy["value"]),
-            down_seconds=float(policy["periodSeconds"]),
+            up_window=_number(up, "stabilizationWindowSeconds"),
+            down_window=_number(down, "stabilizationWindowSeconds"),
+            down_replicas=int(_number(policy, "value")),
+            down_seconds=_number(policy, "periodSeconds"),
         )
         if not 1 <= rule.least <= rule.most or rule.owed_seconds <= 0 or rule.period <= 0:
-            raise ValueError("minReplicaCount must be at least 1 and at most maxReplicaCount; threshold above 0")
+            raise ValueError(
+                "minReplicaCount must be at least 1 and at most maxReplicaCount; threshold and pollingInterval above 0"
+            )
         return rule
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    try:
+        number = float(fields[name])
+    except (ValueError, TypeError):
+        number = inf
+    if not 0 <= number < inf:
+        raise ValueError(f"{name} is {fields[name]!r}; it must be a number of at least 0")
+    return number
 
 
 class HorizontalAutoscaler:
