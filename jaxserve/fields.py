@@ -7,6 +7,7 @@ import functools
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,6 +73,8 @@ class Param:
         return f"is a {type(value).__name__}; it must be a {self.kind.__name__}"
 
     def _tuple_problem(self, values: Any) -> str | None:
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            return f"is {values!r}; it must be a list"
         if self.max_items is not None and len(values) > self.max_items:
             return f"has {len(values)} entries; at most {self.max_items} are allowed"
         kind = typing.get_args(self.kind)[0]

@@ -85,9 +85,11 @@ def deployment(
     """What `plan` plans. The arguments are the same."""
     if context < 1:
         raise ValueError(f"context is {context}; it must be at least 1")
-    where, changes = devices.parse(topology), _changes(spec)
-    if isinstance(settings.get("mesh"), Mapping):
-        settings["mesh"] = axes.text_of(settings["mesh"])
+    if "sharding" in settings:
+        raise ValueError(f"sharding is called spec here: write spec={settings['sharding']!r}")
+    where, changes = devices.parse(str(topology)), _changes(spec)
+    if (mesh := settings.get("mesh")) is not None:
+        settings["mesh"] = axes.text_of(mesh) if isinstance(mesh, Mapping) else str(mesh)
     if isinstance(changes, Mapping):  # a file is for the engine to read, as in every command
         settings["mesh"] = axes.text_of(axes.read(settings.get("mesh"), changes)) or None
     engine = EngineConfig(**settings, sharding=None if isinstance(changes, Mapping) else changes)
@@ -107,6 +109,10 @@ def _changes(spec: Spec) -> str | Mapping[str, Any] | None:
     """The file, or its contents, that changes the family's spec."""
     if isinstance(spec, Mapping):
         return spec
+    if not isinstance(spec, (str, Path, ShardingSpec)):
+        raise ValueError(
+            f"spec is {spec!r}; it must be {DEFAULT!r}, a TOML file, its contents as a dict or a ShardingSpec"
+        )
     return None if isinstance(spec, ShardingSpec) or spec == DEFAULT else str(spec)
 
 

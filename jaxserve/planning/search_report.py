@@ -52,7 +52,7 @@ def why(candidate: Candidate, best: Candidate) -> str:
     parts, rows = lag(candidate, best), candidate.points[-1].rows
     gained = sum(spent for spent in parts.values() if spent > 0)
     told = [f"{name} +{spent:.2f}" for name, spent in parts.items() if spent > _NOTABLE * gained]
-    few = [f"room for {rows} rows only"] if rows < best.points[-1].rows else []
+    few = [f"room for {rows} row{'s' if rows > 1 else ''} only"] if rows < best.points[-1].rows else []
     return ", ".join(few + told)
 
 

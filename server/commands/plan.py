@@ -119,8 +119,10 @@ def _watch(args: argparse.Namespace) -> int:
     for name in ("against", "search", "json"):
         if getattr(args, name):
             raise console.UserError(f"--watch prints what a save of --sharding changes; leave out --{name}")
-    if args.sharding in (None, "default") or not Path(args.sharding).is_file():
+    if args.sharding in (None, "default"):
         raise console.UserError("--watch plans again when a file is saved; give --sharding FILE")
+    if not Path(args.sharding).is_file():
+        raise console.UserError(f"--sharding {args.sharding} is not a file; --watch plans again when one is saved")
     _stay_on_cpu()
     from jaxserve.planning import planner
 
@@ -133,6 +135,9 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:
+    for name in ("against", "compile", "html"):
+        if getattr(args, name) is not None:
+            raise console.UserError(f"--search ranks many layouts by their predictions; leave out --{name}")
     deployment = dataclasses.replace(make_deployment(args), context=args.context)
     from jaxserve.planning import search_report
     from jaxserve.planning.search import search

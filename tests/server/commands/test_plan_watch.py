@@ -88,7 +88,7 @@ def test_mistakes_end_nothing(capsys, rules, edits):
     [
         ([], "give --sharding FILE"),
         (["--sharding", "default"], "give --sharding FILE"),
-        (["--sharding", "nowhere.toml"], "give --sharding FILE"),
+        (["--sharding", "nowhere.toml"], "--sharding nowhere.toml is not a file"),
         (["--sharding", "rules.toml", "--against", "default"], "leave out --against"),
         (["--sharding", "rules.toml", "--search"], "leave out --search"),
         (["--sharding", "rules.toml", "--json"], "leave out --json"),
