@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ class Param:
         return f"is a {type(value).__name__}; it must be a {self.kind.__name__}"
 
     def _tuple_problem(self, values: Any) -> str | None:
-        if isinstance(values, str) or not isinstance(values, Iterable):
+        if isinstance(values, str) or not isinstance(values, Collection):
             return f"is {values!r}; it must be a list"
         if self.max_items is not None and len(values) > self.max_items:
             return f"has {len(values)} entries; at most {self.max_items} are allowed"
