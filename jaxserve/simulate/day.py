@@ -170,7 +170,9 @@ def _over_time(result: FleetResult, objective: Objective) -> list[dict[str, floa
     for step in range(_STEPS):
         begin, end = step * length, (step + 1) * length
         part = outcomes[bisect_left(starts, begin) : bisect_left(starts, end)]
-        samples = result.samples[bisect_left(times, begin) : bisect_left(times, end)]
+        first = bisect_left(times, begin)
+        before = result.samples[max(first - 1, 0) :][:1]  # holds where no decision is made in this part
+        samples = result.samples[first : bisect_left(times, end)] or before
         values = {
             "begin_s": begin,
             "requests_per_second": len(part) / length,
@@ -187,7 +189,7 @@ def _over_time(result: FleetResult, objective: Objective) -> list[dict[str, floa
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+    return float(np.mean(values))
 
 
 def show(values: Sequence[dict[str, Any]], objective: Objective, out: Console) -> None:
@@ -208,9 +210,10 @@ def show(values: Sequence[dict[str, Any]], objective: Objective, out: Console) -
     first = values[0]
     columns = ("from, min", "requests/s", "replicas", "ready", "owed s each")
     names = [f"in time, {each['fleet']}" for each in values]
+    places = 0 if first["over_time"][1]["begin_s"] >= 60 else 1
     rows = [
         [
-            f"{step['begin_s'] / 60:,.0f}",
+            f"{step['begin_s'] / 60:,.{places}f}",
             f"{step['requests_per_second']:.1f}",
             f"{step['replicas']:.1f}",
             f"{step['ready']:.1f}",
