@@ -83,8 +83,8 @@ def deployment(
     model: str | Path, topology: str, *, spec: Spec = DEFAULT, context: int = 1024, **settings: Any
 ) -> Deployment:
     """What `plan` plans. The arguments are the same."""
-    if context < 1:
-        raise ValueError(f"context is {context}; it must be at least 1")
+    if not isinstance(context, int) or context < 1:
+        raise ValueError(f"context is {context!r}; it must be a whole number of at least 1")
     if "sharding" in settings:
         raise ValueError(f"sharding is called spec here: write spec={settings['sharding']!r}")
     where, changes = devices.parse(str(topology)), _changes(spec)

@@ -22,8 +22,9 @@ class Section(NamedTuple):
     notes: Sequence[str] = ()
 
     def show(self, out: Console) -> None:
-        """Print it."""
-        out.print()
+        """Print it; nothing if it is empty."""
+        if self.rows or self.notes:
+            out.print()
         if self.rows:
             out.print(f"[bold]{self.title}[/bold]")
             out.print(table(self.columns, self.rows))

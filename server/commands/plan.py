@@ -147,7 +147,8 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
         found = search(deployment, layouts(deployment), progress)
     if not args.json:
         out = console.tables()
-        out.print(f"[bold]{deployment.name} on {deployment.topology}: {len(found.candidates)} ways fit[/bold]")
+        fit = "1 way fits" if len(found.candidates) == 1 else f"{len(found.candidates)} ways fit"
+        out.print(f"[bold]{deployment.name} on {deployment.topology}: {fit}[/bold]")
         search_report.show(found, out)
     if args.plot is not None:
         title = f"{deployment.name} on {deployment.topology}, decodes at context {deployment.context:,}"

@@ -82,7 +82,8 @@ def test_any_two_results_are_compared(result):
         ({"spec": "nowhere.toml"}, "nowhere.toml cannot be read"),
         ({"against": {"axes": {"vocb": "none"}}}, "names unknown logical axis 'vocb'"),
         ({"compile": "gpu"}, "compile is 'gpu'; it must be 'topology', 'cpu' or None"),
-        ({"context": 0}, "context is 0; it must be at least 1"),
+        ({"context": 0}, "context is 0; it must be a whole number of at least 1"),
+        ({"context": "1k"}, "context is '1k'; it must be a whole number of at least 1"),
     ],
 )
 def test_mistakes_are_told_as_by_the_command(changes, message):

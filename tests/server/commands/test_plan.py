@@ -127,6 +127,13 @@ def test_a_search_is_printed_and_drawn(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["candidates"][0]["tokens_per_second"] > 0
 
 
+def test_a_search_of_one_layout_has_no_empty_parts(capsys):
+    assert cli.main([*ASKED[:3], "--topology", "h200:1", "--buckets", "8", "--search"]) == 0
+    told = capsys.readouterr().out
+    assert "h200:1: 1 way fits" in told
+    assert "\n\n\n" not in told
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
