@@ -15,9 +15,9 @@ from benchmarks.drawn_specs import Draw, draw
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.planning import compiled, targets
-from jaxserve.planning.compiled import CollectiveOp
 from jaxserve.planning.cost import Collective
 from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.hlo import CollectiveOp
 from jaxserve.planning.predict import predict
 from jaxserve.planning.tables import UNKNOWN, Section, size
 from server.commands import console

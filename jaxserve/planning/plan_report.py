@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from jaxserve.planning.compiled import KINDS, CompiledStage, count_kinds
+from jaxserve.planning.compiled import CompiledStage, count_kinds
 from jaxserve.planning.cost import FITS, Collective, Parts, Seconds, calibration
+from jaxserve.planning.hlo import KINDS
 from jaxserve.planning.predict import REQUEST, Plan
 from jaxserve.planning.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter
@@ -179,6 +180,9 @@ def compiled(plan: Plan, stages: Sequence[CompiledStage], where: str = "") -> Se
             f"  stage {index}: {each.times} x {each.kind} of {each.arrays}, {size(each.nbytes)} each"
             for each in program.collectives
         ]
+        if program.sent:
+            share = f"{program.sent_under_compute / program.sent:.0%} of it while it multiplies or attends"
+            notes.append(f"  stage {index}: a device sends {size(program.sent)}, {share}")
     surprises = [f"{UNEXPECTED} {index}: {text}" for index, stage in enumerate(stages) for text in stage.surprises]
     notes += surprises or ["Nothing unexpected: no gathers of weights, no copies of weights or pool"]
     seconds = sum({id(stage): stage.seconds for stage in stages}.values())  # equal stages are compiled once

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.planning import compiled, model_catalog, targets
+from jaxserve.planning import hlo, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner import block_copies, compiler_options
 from sharding import devices, specs
@@ -52,7 +52,7 @@ def test_blocks_are_copied_where_they_are(platform: str, topology: str, kv_cache
         # On GPUs the checksum's words are in memory: four bytes for each value, twice.
         assert memory.temp_size_in_bytes <= 8 * copies + 2**16 < pool
         # The sums of the devices' parts meet; nothing else does.
-        found = compiled.collectives(program.as_text())
+        found = hlo.collectives(program.as_text())
         assert all(each.kind == "all-reduce" and each.nbytes <= 1024 for each in found), found
     assert min(each.memory_analysis().alias_size_in_bytes for each in (load, copy)) >= pool
     assert store.memory_analysis().output_size_in_bytes == pytest.approx(copies, rel=0.01)

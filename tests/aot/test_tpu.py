@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
-from jaxserve.planning import compiled, model_catalog, targets
+from jaxserve.planning import compiled, hlo, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
 from jaxserve.runner import compiler_options
@@ -199,7 +199,7 @@ def test_a_step_with_weights_and_pool_in_eight_bits(tell, hold, monkeypatch, top
 def programs_of(monkeypatch) -> list[str]:
     """The programs, as text, of what is compiled from now on."""
     texts: list[str] = []
-    read = compiled.collectives
+    read = hlo.collectives
     monkeypatch.setattr(compiled, "collectives", lambda text: texts.append(text) or read(text))
     return texts
 
@@ -216,7 +216,7 @@ def figures_of_step(text: str, layers: int) -> dict[str, float]:
         "operations a layer": round(sum(kind not in free for kind in kinds) / layers, 1),
         "copies a layer": round(sum(kind in ("copy", "transpose") for kind in kinds) / layers, 1),
         "KiB a layer of synchronous collectives": round(
-            sum(op.nbytes * op.times for op in compiled.collectives(waited)) / layers / 1024
+            sum(op.nbytes * op.times for op in hlo.collectives(waited)) / layers / 1024
         ),
     }
 

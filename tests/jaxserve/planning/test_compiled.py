@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxserve.planning import compiled, targets
+from jaxserve.planning import compiled, hlo, targets
 from jaxserve.planning.cost import Collective
 from jaxserve.planning.predict import predict
 from sharding import specs
@@ -125,16 +125,16 @@ ENTRY %main (x: f32[8,128]) -> f32[8] {
 
 
 def test_collectives_are_found_in_a_module():
-    assert compiled.collectives(HLO) == [
-        compiled.CollectiveOp("reduce-scatter", "bf16[2,2]", 8, 1, 4),
-        compiled.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2, 4),
-        compiled.CollectiveOp("all-gather", "f32[8]", 32, 1),
-        compiled.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
-        compiled.CollectiveOp("all-reduce", "s8[4]", 4, 1, 8),
-        compiled.CollectiveOp("collective-permute", "bf16[4,8]", 64, 1),
-        compiled.CollectiveOp("all-reduce", "f32[8], f32[16]", 96, 1),
-        compiled.CollectiveOp("all-reduce", "bf16[16]", 32, 1),
-        compiled.CollectiveOp("all-gather", "f32[8], f32[16]", 96, 1),
+    assert hlo.collectives(HLO) == [
+        hlo.CollectiveOp("reduce-scatter", "bf16[2,2]", 8, 1, 4),
+        hlo.CollectiveOp("all-reduce", "f32[8,128]", 4096, 2, 4),
+        hlo.CollectiveOp("all-gather", "f32[8]", 32, 1),
+        hlo.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
+        hlo.CollectiveOp("all-reduce", "s8[4]", 4, 1, 8),
+        hlo.CollectiveOp("collective-permute", "bf16[4,8]", 64, 1),
+        hlo.CollectiveOp("all-reduce", "f32[8], f32[16]", 96, 1),
+        hlo.CollectiveOp("all-reduce", "bf16[16]", 32, 1),
+        hlo.CollectiveOp("all-gather", "f32[8], f32[16]", 96, 1),
     ]
 
 
@@ -144,7 +144,7 @@ def programs_of(deployment):
 
 def test_gathered_weights_and_copied_pools_are_told():
     stage = programs_of(question(BLOOM | {"hidden_size": 1024}, tensor=4))
-    gathers = [compiled.CollectiveOp("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
+    gathers = [hlo.CollectiveOp("all-gather", "f32[3072,1024]", 12 * 2**20, 2)]
     assert list(compiled.unforeseen(stage, gathers, [Collective("all-reduce", "embed", 4, False, 4, 5)])) == [
         "2 x all-gather of f32[3072,1024]: gathers the weights layers.*.qkv.kernel",
         "0 x all-reduce, but 5 were predicted",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import predictions
-from jaxserve.planning.compiled import CollectiveOp
+from jaxserve.planning.hlo import CollectiveOp
 
 tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from jaxserve.planning import comparison, plan_page, plan_report
-from jaxserve.planning.compiled import CollectiveOp, CompiledStage, with_compiled
+from jaxserve.planning.compiled import CompiledStage, with_compiled
+from jaxserve.planning.hlo import CollectiveOp
 from jaxserve.planning.predict import predict
 from sharding import specs
 from tests.jaxserve.planning.questions import BLOOM, LLAMA, MIXTRAL, named, question
@@ -72,7 +73,15 @@ def test_a_plan_is_json(plan):
 def compiled(*surprises: str) -> CompiledStage:
     found = (CollectiveOp("all-reduce", "f32[8,128]", 4096, 3),)
     return CompiledStage(
-        bucket=8, seconds=1.0, arguments=4, temporaries=2, total=6, collectives=found, surprises=surprises
+        bucket=8,
+        seconds=1.0,
+        arguments=4,
+        temporaries=2,
+        total=6,
+        collectives=found,
+        sent=24576,
+        sent_under_compute=8192,
+        surprises=surprises,
     )
 
 
@@ -81,6 +90,7 @@ def test_a_compiled_program_stands_next_to_the_prediction(plan):
     assert re.search(r"0 +all-reduce +3 +3", text)
     assert re.search(r"1 +all-gather +1 +0", text)
     assert "stage 0: 3 x all-reduce of f32[8,128], 4.00 KiB each" in text
+    assert "stage 0: a device sends 24.00 KiB, 33% of it while it multiplies or attends" in text
     assert "Nothing unexpected" in text
     out = Console(file=io.StringIO(), width=200, force_terminal=True, highlight=False, color_system="standard")
     plan_report.compiled(plan, [compiled("2 x copy of the pool as u16[4]"), compiled()]).show(out)

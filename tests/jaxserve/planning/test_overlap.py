@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from benchmarks import overlap
+from jaxserve.planning import overlap
 
 HLO = """
 %all-reduce-scatter.1 (input: bf16[8,2]) -> bf16[2,2] {
