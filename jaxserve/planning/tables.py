@@ -50,11 +50,11 @@ _WORDS = (
 )
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: bool = False) -> Table:
-    """A table without lines, aligned right but for columns of words."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table without lines, aligned right but for columns of words; cells wrap where it is too wide."""
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
-        made.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=not wrap)
+        made.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
     for row in rows:
         made.add_row(*map(escape, row))
     return made

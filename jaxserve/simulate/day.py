@@ -206,7 +206,7 @@ def show(values: Sequence[dict[str, Any]], objective: Objective, out: Console) -
         ]
         for each in values
     ]
-    out.print(table(columns, rows, wrap=True))
+    out.print(table(columns, rows))
     first = values[0]
     columns = ("from, min", "requests/s", "replicas", "ready", "owed s each")
     names = [f"in time, {each['fleet']}" for each in values]
@@ -222,7 +222,7 @@ def show(values: Sequence[dict[str, Any]], objective: Objective, out: Console) -
         ]
         for index, step in enumerate(first["over_time"])
     ]
-    out.print(table((*columns, *names), rows, wrap=True))
+    out.print(table((*columns, *names), rows))
     out.print(
         f"hours: of all replicas, starts and drains included; in time: {objective}; {first['started']} replicas were "
         f"started, and one took {first['longest_drain_s']:.0f} s at most to end its requests"

@@ -256,7 +256,7 @@ def show(values: Sequence[dict[str, Any]], objective: Objective, slots: int, out
     """Print one row per policy, and the two classes of requests if there are any."""
     from_host = any(each["from_host_tokens"] for each in values)
     columns = {name: text for name, text in _COLUMNS.items() if from_host or name != _FROM_HOST}
-    out.print(table(tuple(columns), [[text(each) for text in columns.values()] for each in values], wrap=True))
+    out.print(table(tuple(columns), [[text(each) for text in columns.values()] for each in values]))
     for each in values:
         for name, found in each["classes"].items():
             spread = _p50_p95(found["ttft_ms"])

@@ -190,7 +190,7 @@ def show(found: Sequence[SizedLayout], price: float | None, out: Console) -> Non
                 buckets,
             )
         )
-    out.print(table(columns, rows, wrap=True))
+    out.print(table(columns, rows))
     best = found[0].config
     if not found[0].enough:
         out.print("[bold]no layout serves the wanted share in time; use more or faster devices[/bold]")

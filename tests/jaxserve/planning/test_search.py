@@ -151,6 +151,14 @@ def test_a_search_is_told_and_drawn(found, tmp_path):
     assert told["candidates"][0]["spec"]["axes"]["heads"] == "tensor"
 
 
+def test_narrow_terminals_show_all_figures(found):
+    out = Console(file=io.StringIO(), width=80)
+    search_report.show(found, out)
+    words = out.file.getvalue().split()
+    assert {f"{each.points[-1].tokens_per_second:,.0f}" for each in found.candidates[:20]} <= set(words)
+    assert "…" not in "".join(words)
+
+
 def test_what_does_not_fit_is_told():
     deployment = question(BLOOM | {"hidden_size": 8192, "n_layer": 40, "n_head": 64}, topology="v5e:2x2", slots=None)
     with pytest.raises(ValueError, match=r"bloom does not fit on v5e:2x2 in any way: \d+ x the weights do not fit"):
