@@ -187,7 +187,7 @@ gpu = pytest.mark.skipif(not GPU, reason="no CUDA wheels are installed; pip inst
 def test_collectives_are_those_of_accelerators(topology):
     sizes = {"slots": 2**17, "dtype": "bfloat16", "attention": "auto"}
     deployment = question(BLOOM | {"hidden_size": 1024}, topology=topology, tensor=4, **sizes)
-    plan = predict(replace(deployment, on_cpus=True))
+    plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
@@ -227,7 +227,7 @@ def test_published_models_compile_for_accelerators(name, topology):
     deployment = named(name, topology, **settings)
     windows = tuple(dict.fromkeys(deployment.config.windows)) * 2
     deployment = replace(deployment, config=replace(deployment.config, num_layers=2, windows=windows[:2]))
-    plan = predict(replace(deployment, on_cpus=True))
+    plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
@@ -250,7 +250,7 @@ def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
     """No kernel of experts and no table is copied, and memory is what is predicted, padding included."""
     settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4}
     deployment = question(entries | sizes, topology="v6e:2x2", **settings)
-    plan = predict(replace(deployment, on_cpus=True))
+    plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert not stage.surprises
     assert stage.temporaries < 16 * 2**20
@@ -275,7 +275,7 @@ def test_what_experts_compute_is_predicted(topology, quantize, bucket):
     sizes = {"hidden_size": 2048, "intermediate_size": 3584, "num_local_experts": 8}
     settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4, "quantize": quantize}
     deployment = question(MIXTRAL | sizes, topology=topology, buckets=(bucket,), **settings)
-    plan = predict(replace(deployment, on_cpus=True))
+    plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert stage.temporaries > (0.1 if bucket == 4096 else 0.02) * stage.total
     assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
