@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.iteration import SamplerVariant
 from jaxserve.planning import compiled as planned
+from jaxserve.planning import hlo
 from jaxserve.request import Request
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.sampling_params import SamplingParams
@@ -143,7 +144,7 @@ def test_experts_of_some_layers_lie_otherwise(tmp_path) -> None:
         for layer in stage.params["layers"].values()
     ]
     assert parts == [(4, 16, 32), (1, 64, 32)]
-    found = planned.collectives(stage.programs.lower_forward(12, 8).compile().as_text() or "")
+    found = hlo.collectives(stage.programs.lower_forward(12, 8).compile().as_text() or "")
     assert planned.count_kinds(found) == {"all-reduce": 2 * 2 + 1}
 
 

@@ -144,7 +144,7 @@ def test_several_devices_answer_as_one_and_gather_no_weights() -> None:
     assert sum(answers.tokens[name] != tokens for name, tokens in expected.tokens.items()) <= 1
     for name, scores in expected.prompt_logprobs.items():
         np.testing.assert_allclose(answers.prompt_logprobs[name], scores, atol=1e-3)
-    gathered = re.findall(r"= \(?(\S+) all-gather", two._loops[0].pipeline.stages[0]._forward[12].as_text())
+    gathered = re.findall(r"= \(?(\S+) all-gather", two._loops[0].pipeline.stages[0]._forward[12, False].as_text())
     assert all("s8[" not in shape for shape in gathered)
     up, down = (two._loops[0].pipeline.stages[0].params["layers"][0][name]["kernel"] for name in ("up", "down"))
     assert {part.data.shape for part in up.scales.addressable_shards} == {(up.shape[0] // 2,)}
