@@ -51,7 +51,7 @@ def check_weights(parameters: Iterable[PlacedParameter], free: int, device: str)
             glob = pattern(each.name)
             copies[glob] = copies.get(glob, 0) + each.nbytes
             axes[glob] = each.axes
-    message = f"the weights take {_size(total)} of each {device}, which has room for {_size(free)}"
+    message = f"the weights take {_size(total)} of each {device}, which can hold {_size(free)}"
     if 2 * sum(copies.values()) > total:
         largest = sorted(copies, key=lambda name: copies[name], reverse=True)[:_NAMED]
         named = ", ".join(f"{name} ({_size(copies[name])}; axes {', '.join(axes[name])})" for name in largest)

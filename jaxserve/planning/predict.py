@@ -197,7 +197,7 @@ def predict(deployment: Deployment) -> Plan:
     if n_blocks < 1 or n_blocks > min(blocks):
         least = blocks.index(min(blocks))
         asked = programs_of_stages[least].pool_bytes(n_blocks) if n_blocks > 0 else 0
-        raise ValueError(_no_room(deployment, stages[least], usable, slots, asked))
+        raise ValueError(_no_memory(deployment, stages[least], usable, slots, asked))
     num_parameters, num_active = count_parameters(deployment.config)
     plan = Plan(
         deployment=deployment,
@@ -346,10 +346,10 @@ def _chunks(deployment: Deployment, tokens: int) -> list[tuple[int, int]]:
     return [(context, 1)] * decodes + [(0, min(deployment.max_context, tokens - start)) for start in prompts]
 
 
-def _no_room(deployment: Deployment, stage: StagePlan, usable: int, slots: int, pool: int) -> str:
+def _no_memory(deployment: Deployment, stage: StagePlan, usable: int, slots: int, pool: int) -> str:
     asked = f"; {slots} slots take {pool / 2**30:.2f} GiB" if pool else ""
     return (
-        f"no room for keys and values: of the usable {usable / 2**30:.2f} GiB of a "
+        f"no memory left for keys and values: of the usable {usable / 2**30:.2f} GiB of a "
         f"{deployment.topology.device.name} device, weights take {stage.weights / 2**30:.2f} GiB and one iteration "
         f"{(stage.total - stage.weights) / 2**30:.2f} GiB{asked}; use more devices, fewer rows or smaller buckets"
     )

@@ -147,7 +147,7 @@ def _weights(deployment: Deployment) -> int:
 
 
 def _candidate(plan: Plan, rules: str) -> Candidate:
-    """The candidate of a plan. Raises ValueError if there is no room for a row."""
+    """The candidate of a plan. Raises ValueError if not even one row fits."""
     known = plan if plan.is_known else _bounded(plan)
     points = tuple(_points(known))
     if not points:
@@ -196,6 +196,6 @@ def _kind(problem: str) -> str:
     kinds = {
         "does not divide": "a size does not divide",
         "the weights take": TOO_LARGE,
-        "no room for keys": "no room for keys and values",
+        "no memory left for keys": "no memory left for keys and values",
     }
     return next((kind for sign, kind in kinds.items() if sign in problem), problem.splitlines()[0])

@@ -52,7 +52,7 @@ def why(candidate: Candidate, best: Candidate) -> str:
     parts, rows = lag(candidate, best), candidate.points[-1].rows
     gained = sum(spent for spent in parts.values() if spent > 0)
     told = [f"{name} +{spent:.2f}" for name, spent in parts.items() if spent > _NOTABLE * gained]
-    few = [f"room for {rows} row{'s' if rows > 1 else ''} only"] if rows < best.points[-1].rows else []
+    few = [f"holds {rows} row{'s' if rows > 1 else ''} only"] if rows < best.points[-1].rows else []
     return ", ".join(few + told)
 
 
@@ -62,7 +62,7 @@ def _main_reason(candidate: Candidate, result: SearchResult) -> str:
     part = next(iter(lag(candidate, best)))
     told = "stages wait for the slowest" if part == WAITING else part
     if candidate.points[-1].rows < best.points[-1].rows:
-        told += ": room for fewer rows"
+        told += ": holds fewer rows"
     elif part == "matmul" and _held(candidate) > _COPIED * min(map(_held, result.candidates)):
         told += ": copies or padding of weights"
     return f"{told}, even without unknown collectives" if candidate.is_bound else told

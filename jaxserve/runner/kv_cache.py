@@ -161,7 +161,7 @@ def fitting_blocks(free: int, temporaries: int, pool_bytes: Callable[[int], int]
     n_blocks = most_blocks(pool_bytes, free - temporaries, wanted)
     if n_blocks < 1:
         raise ValueError(
-            f"no room for keys and values: {free / 2**20:.0f} MiB are free, the compiled programs need "
+            f"no memory left for keys and values: {free / 2**20:.0f} MiB are free, the compiled programs need "
             f"{temporaries / 2**20:.0f} MiB beside the weights and one block {pool_bytes(1) / 2**20:.1f} MiB; "
             "use a smaller model, fewer rows, smaller buckets or a larger device"
         )

@@ -110,9 +110,9 @@ def test_layers_that_are_split_otherwise_are_told_apart():
         (named("bloom-176b", "a100-40g:8", tensor=8), r"the weights take 41.\d GiB of each .*; use more devices"),
         (
             named("bloom-7b1", "v5e:1x1", buckets=(2**17,)),
-            r"no room for keys and values: of the usable 14.72 GiB .* weights take 13.\d+ GiB",
+            r"no memory left for keys and values: of the usable 14.72 GiB .* weights take 13.\d+ GiB",
         ),
-        (question(BLOOM, slots=10**9), r"1000000000 slots|no room for keys and values.*; \d+ slots take"),
+        (question(BLOOM, slots=10**9), r"1000000000 slots|no memory left for keys and values.*; \d+ slots take"),
         (question(BLOOM, tensor=2, stages=3), r"at most 2, the number of layers"),
         (question(BLOOM, tensor=2, stages=2, layers_per_stage=(2, 0 + 1)), r"3 layers; the model has 2"),
         (

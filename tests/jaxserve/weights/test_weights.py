@@ -231,5 +231,5 @@ def test_weights_that_do_not_fit_are_refused_before_one_is_read(tmp_path, monkey
     write(tmp_path, BLOOM)
     monkeypatch.setattr(kv_cache, "free_weight_bytes", lambda _device, _devices: 1000)
     monkeypatch.setattr(weights, "load", lambda *_args, **_kwargs: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=r"the weights take .* of each cpu device, which has room for 0\.0 MiB"):
+    with pytest.raises(ValueError, match=r"the weights take .* of each cpu device, which can hold 0\.0 MiB"):
         Engine.from_checkpoint(tmp_path, EngineConfig(slots=128))
