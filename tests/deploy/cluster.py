@@ -79,7 +79,7 @@ class _Workload:
 
 @dataclass(eq=False)
 class Cluster:
-    """Nodes with room for one pod each, and one Deployment or LeaderWorkerSet with its Service.
+    """Nodes that hold one pod each, and one Deployment or LeaderWorkerSet with its Service.
 
     Args:
       objects: rendered.
@@ -197,7 +197,7 @@ class Cluster:
             await asyncio.sleep(_TICK)
 
     def _start(self) -> None:
-        """Starts a replica, where nodes have room for all of its pods."""
+        """Starts a replica, if there are free nodes for all of its pods."""
         taken = {pod.node for pod in self.pods}
         free = [name for name, kubelet in self._kubelets.items() if name not in taken and not kubelet.is_lost]
         templates = self._workload.templates

@@ -251,10 +251,10 @@ def reset(writer: Any) -> None:
 
 
 async def all_of(count: int, at_once: int, one: Callable[[int], Awaitable[None]]) -> None:
-    room = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
 
     async def bounded(index: int) -> None:
-        async with room:
+        async with slots:
             await one(index)
 
     await asyncio.gather(*map(bounded, range(count)))
