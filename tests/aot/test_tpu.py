@@ -200,7 +200,7 @@ def programs_of(monkeypatch) -> list[str]:
     """The programs, as text, of what is compiled from now on."""
     texts: list[str] = []
     read = hlo.collectives
-    monkeypatch.setattr(compiled, "collectives", lambda text: texts.append(text) or read(text))
+    monkeypatch.setattr(hlo, "collectives", lambda text: texts.append(text) or read(text))
     return texts
 
 
