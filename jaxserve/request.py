@@ -96,3 +96,15 @@ class TokenEvent(NamedTuple):
     error: str | None = None
     field: str | None = None
     embedding: tuple[float, ...] = ()
+
+    def by_token(self) -> list[TokenEvent]:
+        """The same as events of at most one token each."""
+        if len(self.token_ids) < 2:
+            return [self]
+        first, *rest = [
+            TokenEvent(self.request_id, (token,), self.logprobs[at : at + 1], self.top_logprobs[at : at + 1])
+            for at, token in enumerate(self.token_ids)
+        ]
+        alone = {"token_ids": first.token_ids, "logprobs": first.logprobs, "top_logprobs": first.top_logprobs}
+        rest[-1] = rest[-1]._replace(finish_reason=self.finish_reason)
+        return [self._replace(**alone, finish_reason=None), *rest]

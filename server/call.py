@@ -198,7 +198,8 @@ class Generation(ActiveCall):
     """The requests of one call while the engine works on them.
 
     `async for deltas in generation` gives a list of (index of the request, its new delta) whenever events have
-    come; it ends when all requests are answered.
+    come; it ends when all requests are answered. Where `by_token`, each token has a delta of its own, however its
+    event came; else a request has one delta in a list.
 
     Raises:
       ApiError: the call was ended; Exception: a request failed in the engine.
@@ -212,10 +213,12 @@ class Generation(ActiveCall):
         delivery: EventDelivery,
         assemblers: Iterable[Assembler],
         ticket: Ticket,
+        *,
+        by_token: bool = False,
     ) -> None:
         super().__init__(call, requests, observers, delivery)
         self._scores = PromptScores(requests)
-        self._assemblers, self._ticket = list(assemblers), ticket
+        self._assemblers, self._ticket, self._by_token = list(assemblers), ticket, by_token
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._submitted: list[RequestTiming] = []
         self._unfinished = len(requests)
@@ -271,7 +274,10 @@ class Generation(ActiveCall):
         found: dict[int, list[Delta]] = {}
         for event in events:
             index = self._index[event.request_id]
-            found.setdefault(index, []).append(self._push(index, event))
+            for each in event.by_token() if self._by_token else (event,):
+                found.setdefault(index, []).append(self._push(index, each))
+        if self._by_token:
+            return [(index, delta) for index, deltas in found.items() for delta in deltas]
         return [(index, merge_deltas(deltas)) for index, deltas in found.items()]
 
     def _push(self, index: int, event: TokenEvent) -> Delta:

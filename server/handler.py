@@ -173,6 +173,7 @@ class RequestHandler:
         adjust: Adjust = lambda it: it,
         is_cut: bool = False,
         special_tokens: bool = False,
+        by_token: bool = False,
     ) -> AsyncIterator[Generation]:
         """Runs the requests of a call while the block lasts; they are aborted when it ends early.
 
@@ -182,6 +183,7 @@ class RequestHandler:
           adjust: changes a request once its prompt is tokenized.
           is_cut: whether it may shorten the prompt, so that one that does not fit is no error.
           special_tokens: whether they are in the text of answers.
+          by_token: whether each token has a delta of its own.
 
         Raises:
           InvalidRequest, QueueFull, ApiError: before anything is generated.
@@ -197,7 +199,8 @@ class RequestHandler:
             requests = [each for request in parsed for each in expand_samples(request, samples, self._new_id)]
             tokenizer, eos_token_ids = self.engine.tokenizer, self.engine.model_config.eos_token_ids
             assemblers = [Assembler(each, tokenizer, eos_token_ids, special_tokens=special_tokens) for each in requests]
-            generation = Generation(call, requests, self.observers, self._delivery, assemblers, ticket)
+            given = (call, requests, self.observers, self._delivery, assemblers, ticket)
+            generation = Generation(*given, by_token=by_token)
             with self.calls.under_way(generation):
                 try:
                     generation.submit()

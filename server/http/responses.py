@@ -49,8 +49,12 @@ class Responses:
             return self._handler.fill_context(request, usual) if chat.fills_context else request
 
         call = Call(id=http_call.id, protocol="http")
-        special_tokens = use is not None and use.special_tokens(template)
-        async with self._handler.generate(prompts, call, adjust=adjust, special_tokens=special_tokens) as generation:
+        told = {
+            "special_tokens": use is not None and use.special_tokens(template),
+            # Which text a logprob is of must not depend on what came together.
+            "by_token": body.has_logprobs,
+        }
+        async with self._handler.generate(prompts, call, adjust=adjust, **told) as generation:
             answer = Answer(body, chat, tokenizer, f"resp_{call.id}", self._handler.model_name)
             if body.stream:
                 await http_call.events(answer.start(), named=True)
@@ -97,6 +101,7 @@ class Answer:
         template = None if tokenizer is None else tokenizer.chat_template
         self._parser = None if chat.tool_use is None else chat.tool_use.parser(template)
         self._tokenizer, self._has_logprobs = tokenizer, body.has_logprobs
+        self._scored: list[Any] = []  # logprobs of tokens whose text, if any, is to come
         self._events: Events = []
         self._number = 0  # of the next event
         self._item: dict[str, Any] | None = None  # the one that is not complete
@@ -138,19 +143,17 @@ class Answer:
         if self._parser is not None:
             ends = delta.finish_reason is not None
             pieces = self._parser.push(delta.text) + (self._parser.flush() if ends else [])
-        scored: list[Any] = []
         if self._has_logprobs:
-            scored = logprobs.chat(self._tokenizer, logprobs.generated(delta))["content"]
+            self._scored += logprobs.chat(self._tokenizer, logprobs.generated(delta))["content"]
         for piece in pieces:
-            self._add(piece, scored)
-            scored = []
+            self._add(piece)
         return self._told()
 
     def end(self, completion: Completion) -> Events:
         """Completes the response."""
         is_cut = completion.finish_reason is FinishReason.LENGTH
-        if self._item is None and not self.response["output"]:
-            self._add(Piece("content", ""), [])
+        if self._item is None or (self._scored and self._item["type"] == "message"):
+            self._add(Piece("content", ""))
         self._close("incomplete" if is_cut else "completed")
         given, made = completion.prompt_tokens, len(completion.token_ids)
         self.response |= {
@@ -167,7 +170,8 @@ class Answer:
         self._tell(f"response.{self.response['status']}", response=self.response)
         return self._told()
 
-    def _add(self, piece: Piece, scored: list[Any]) -> None:
+    def _add(self, piece: Piece) -> None:
+        scored, self._scored = self._scored, []
         if piece.kind == "name":
             self._open({"type": "function_call", "id": f"fc_{new_id()}", "call_id": new_call_id(), "name": piece.text})
             return

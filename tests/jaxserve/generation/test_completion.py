@@ -190,6 +190,23 @@ def test_prompt_logprobs_begin_with_nothing(tokenizer):
     assert completion.logprobs is None
 
 
+@pytest.mark.parametrize("stop", [(), ("ca",)])
+def test_an_event_by_token_completes_the_same(tokenizer, stop):
+    asked = request(prompt=(1, 2), stop=stop, logprobs=1, prompt_logprobs=0)
+    tokens, scored = ids("a", "bc", "a", "b"), (-0.5, -0.25, 0.0, -1.0)
+    tops = tuple(Alternatives((token,), (-0.5,)) for token in tokens)
+    event = TokenEvent(
+        *("r", tokens, scored, tops, ((-2.0, None),), FinishReason.LENGTH), cached_tokens=1, embedding=(1.0,)
+    )
+    whole, parts = (Assembler(asked, tokenizer, (EOS,)) for _ in range(2))
+    whole.push(event)
+    texts = [parts.push(each).text for each in event.by_token()]
+    assert texts == (["a", "b", "", ""] if stop else ["a", "bc", "a", "b"])
+    assert parts.completion() == whole.completion()
+    first = TokenEvent("r", ids("a"), started=1.0)
+    assert first.by_token() == [first]
+
+
 def test_lines(tokenizer):
     assembler, _ = assemble(tokenizer, ids("a", "b"), logprobs=1, seed=2**63 + 1)
     line = json.loads(json.dumps(assembler.completion().to_json(), allow_nan=False))

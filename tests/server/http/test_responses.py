@@ -1,5 +1,6 @@
 """`/v1/responses`."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -77,10 +78,42 @@ def test_a_stream_adds_up_to_the_whole_response(serve: Serve, fields: dict[str, 
             assert (own[0]["type"], own[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
             assert own[0]["item"]["status"] == "in_progress"
             assert own[-1]["item"] == item
-            deltas = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
-            assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+            deltas = [event for event in own if event["type"].endswith(".delta")]
+            text = "".join(event["delta"] for event in deltas)
+            assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+            if item["type"] == "message":
+                assert [each for event in deltas for each in event["logprobs"]] == item["content"][0]["logprobs"]
 
     serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "scored"),
+    [
+        ("abc<eos>", {}, ["a", "b", "c", "<eos>"]),
+        ("é<eos>", {}, ["bytes:\\xc3", "bytes:\\xa9", "<eos>"]),
+        ("<eos>", {}, ["<eos>"]),
+        (CALL + "<eos>", {"tools": TOOLS}, ["S", "e", "e", ":"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_do_not_depend_on_what_comes_together(
+    serve: Serve, text: str, fields: dict[str, Any], scored: list[str], stream: bool
+) -> None:
+    body = {"input": text, "include": ["message.output_text.logprobs"], "stream": stream} | fields
+
+    async def scenario(it: Served) -> None:
+        for together in (1, 2, 5, 100):
+            call = asyncio.create_task(streamed(it, **body) if stream else ask(it, PATH, **body))
+            await it.until(lambda: it.engine.load().waiting == 1)
+            while it.engine.load().waiting + it.engine.load().running:
+                it.engine.step(together - 1)  # on the server's own loop, which hears of nothing until the next one
+                await it.step()
+            answer = await call
+            (part,) = (answer[-1]["response"] if stream else answer)["output"][0]["content"]
+            assert [token["token"] for token in part["logprobs"]] == scored, together
+
+    serve(scenario, http_port=0, held=True, chat_template=ChatTemplate(ECHO, {}))
 
 
 def test_what_a_response_says(serve: Serve) -> None:
