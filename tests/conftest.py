@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from jax._src import lru_cache
 from jaxtyping import install_import_hook
 
 from jaxserve.runner import cache_folder
@@ -29,6 +31,9 @@ from jaxserve.runner import cache_folder
 # Rewritten tests are kept, whatever the environment says: every worker would rewrite all of them anew, 7 s of a core.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+_COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+_MOST_COMPILED = 2 * 2**30  # bytes; a run fills 70 MB
 
 jax.config.update("jax_num_cpu_devices", 8)
 # The compilers of accelerators are in environments of their own. What they compile without a device is compiled as
@@ -38,8 +43,11 @@ if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
     # All workers share this cache, and later runs find what earlier ones compiled.
-    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
-    jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
+    jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
+    jax.config.update("jax_compilation_cache_max_size", _MOST_COMPILED)
+    # With a bound jax keeps its files from being read while they are written. But it would also read the whole folder
+    # before it adds a program, 0.2 s of a core for each of 2,000; `pytest_configure` looks once in a run instead.
+    lru_cache.LRUCache._evict_if_needed = lambda self, *, additional_size=0: None
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -83,6 +91,14 @@ def optimized() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs of a failed conformance test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forgets what earlier runs compiled once it takes more than `_MOST_COMPILED`."""
+    if hasattr(config, "workerinput") or not _COMPILED.is_dir():
+        return
+    if sum(path.stat().st_size for path in _COMPILED.iterdir()) > _MOST_COMPILED:
+        shutil.rmtree(_COMPILED)
 
 
 @pytest.fixture(scope="session", autouse=True)

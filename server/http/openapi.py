@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,6 @@ _REFERENCE = "#/components/schemas/{model}"
 
 def description(routes: Sequence[BaseRoute], version: str) -> dict[str, Any]:
     """The document for the routes of an application."""
-    kinds = [(body, "validation") for body in dict.fromkeys(_BODIES.values())]
-    _, schemas = models_json_schema(kinds, ref_template=_REFERENCE)  # pyright: ignore[reportArgumentType]
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, Route):
@@ -49,8 +48,15 @@ def description(routes: Sequence[BaseRoute], version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "components": {"schemas": _schemas()},
     }
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    kinds = [(body, "validation") for body in dict.fromkeys(_BODIES.values())]
+    _, schemas = models_json_schema(kinds, ref_template=_REFERENCE)  # pyright: ignore[reportArgumentType]
+    return schemas["$defs"]
 
 
 def _operation(route: Route, path: str, method: str) -> dict[str, Any]:

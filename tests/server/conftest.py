@@ -5,12 +5,15 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import httpcore2
 import pytest
+import uvicorn.server
 from grpc_status import rpc_status
 
 from jaxserve.text.chat_template import ChatTemplate
@@ -36,6 +39,16 @@ def no_settings_of_yours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings in the environment of whoever runs the tests are not the tests'."""
     for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_ends_and_starts() -> Iterator[None]:
+    """uvicorn's waits of 0.1 s, several of them at each end, are 0.01 s, and clients read certificates once."""
+    quick = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(min(seconds, 0.01))})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", quick)
+        patch.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")
