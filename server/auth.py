@@ -145,7 +145,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         if handler_call_details.method.startswith(self._open):
             return await continuation(handler_call_details)
         metadata = handler_call_details.invocation_metadata or ()
-        tenant = self._keys.tenant_of(_key({key: value for key, value in metadata if isinstance(value, str)}))
+        tenant = self._keys.tenant_of(key_of({key: value for key, value in metadata if isinstance(value, str)}))
         if tenant is None:
             # A handler of streams reads no message first, so it fits every method.
             return grpc.stream_stream_rpc_method_handler(_deny)
@@ -175,7 +175,7 @@ class KeyMiddleware:
             await self._app(scope, receive, send)
             return
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        tenant = self._keys.tenant_of(_key(headers))
+        tenant = self._keys.tenant_of(key_of(headers))
         if tenant is not None:
             token = current.set(tenant)
             try:
@@ -187,7 +187,7 @@ class KeyMiddleware:
             await JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
 
-def _key(headers: Mapping[str, str]) -> bytes:
+def key_of(headers: Mapping[str, str]) -> bytes:
     """The key in `authorization: Bearer` or `x-api-key`; header names are in lower case."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:

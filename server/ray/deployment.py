@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
@@ -13,8 +13,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from jaxserve.multihost.config import ClusterConfig, check_settings
 from server.commands import cli, flags
 from server.commands.serve import SERVE_PARAMS
-from server.ray.replica import OWED, Replica
-from server.ray.router import SessionRouter
+from server.ray.ingress import Ingress
+from server.ray.replica import OWED, Replica, RoutedReplica
+from server.ray.router import STATS_SECONDS, PrefixRouter, SessionRouter
 
 # What belongs to Serve's proxy, to Ray, or to processes on ports of their own.
 _NOT_HERE = {
@@ -38,6 +39,8 @@ class RayConfig:
         `target_owed_tokens` each, and stops them when they owe less.
       target_owed_tokens: tokens of prompts and answers that a replica has promised and not computed yet.
       upscale_delay / downscale_delay: seconds for which a change of the number is wanted before it is made.
+      routing: "session", by the header `x-session-id`, or "prefix", to the replica that has the prompt's prefix in its
+        cache. The latter puts an ingress, an actor of its own, between Serve's proxy and the replicas.
     """
 
     flags: tuple[str, ...] = ()
@@ -48,6 +51,7 @@ class RayConfig:
     target_owed_tokens: int = 20_000
     upscale_delay: float = 5.0
     downscale_delay: float = 300.0
+    routing: Literal["session", "prefix"] = "session"
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -57,6 +61,8 @@ class RayConfig:
             )
         if self.target_owed_tokens < 1:
             raise ValueError(f"target_owed_tokens is {self.target_owed_tokens}; it must be at least 1")
+        if self.routing not in ("session", "prefix"):
+            raise ValueError(f"routing is {self.routing!r}; it must be session or prefix")
 
 
 class OwedTokens:
@@ -111,20 +117,39 @@ def group(config: RayConfig, *, hosts: int) -> serve.Application:
         downscale_delay_s=config.downscale_delay,
         policy=AutoscalingPolicy(policy_function=OwedTokens, policy_kwargs={"target": config.target_owed_tokens}),
     )
+    by_prefix = config.routing == "prefix"
+    router = RequestRouterConfig(request_router_class=SessionRouter)
+    if by_prefix:
+        router = RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"rows": engine.max_rows},
+            request_routing_stats_period_s=STATS_SECONDS,
+        )
+    shared = {
+        # The replica has a queue and bounds of its own, and tells its callers when it is full.
+        "max_ongoing_requests": 2 * (engine.max_rows + engine.max_queued_requests),
+        "graceful_shutdown_timeout_s": settings["drain_seconds"] + _LAST_SECONDS,
+        "health_check_period_s": 1.0,
+    }
     made = serve.deployment(
-        serve.ingress()(Replica),
+        RoutedReplica if by_prefix else serve.ingress()(Replica),
         name=config.name,
         ray_actor_options=dict(config.actor_options),
         placement_group_bundles=[_bundle(config.actor_options)] * hosts if hosts > 1 else None,
         placement_group_strategy="STRICT_SPREAD" if hosts > 1 else None,
         autoscaling_config=autoscaling,
-        request_router_config=RequestRouterConfig(request_router_class=SessionRouter),
-        # The replica has a queue and bounds of its own, and tells its callers when it is full.
-        max_ongoing_requests=2 * (engine.max_rows + engine.max_queued_requests),
-        graceful_shutdown_timeout_s=settings["drain_seconds"] + _LAST_SECONDS,
-        health_check_period_s=1.0,
+        request_router_config=router,
+        **shared,
+    ).bind(config.flags, hosts, dict(config.actor_options))
+    if not by_prefix:
+        return made
+    scaling = AutoscalingConfig(
+        min_replicas=config.min_replicas, max_replicas=config.max_replicas, target_ongoing_requests=2 * engine.max_rows
     )
-    return made.bind(config.flags, hosts, dict(config.actor_options))
+    ingress = serve.deployment(
+        serve.ingress()(Ingress), name=f"{config.name}-ingress", autoscaling_config=scaling, **shared
+    )
+    return ingress.bind(config.flags, made)
 
 
 def _bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:

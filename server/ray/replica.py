@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import ray
@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import metrics
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from starlette.types import Message, Scope
 
 from jaxserve.generation import defaults
 from jaxserve.text.tokenizer import Tokenizer
@@ -24,7 +25,9 @@ from server.engine_process.supervisor import ENGINE_COMMAND, Supervisor
 from server.lifecycle import wedged_seconds
 from server.metrics import Metrics
 from server.ray.host import Group, Host, end_with_parent, settings
-from server.ray.rpcs import InferenceRpcs, with_rpcs
+from server.ray.prefixes import CachedBlocks, Prompt
+from server.ray.rpcs import Ending, InferenceRpcs, RpcEnded, with_rpcs
+from server.ray.streams import put_by
 
 OWED = "owed_tokens"  # of a replica, for autoscaling
 _METRICS_SECONDS = 5.0  # between two reports to Ray
@@ -42,6 +45,8 @@ class Replica:
       actor_options: what each host takes.
     """
 
+    _reports_blocks = False  # whether routers want to know what is in the prefix cache
+
     async def __init__(self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any]) -> None:
         end_with_parent()
         self._supervisor: Supervisor | None = None  # until the flags are known to be right
@@ -53,7 +58,14 @@ class Replica:
         self._settings = chosen = settings(flags, group)
         tokenizer = Tokenizer.from_directory(chosen.model)
         self._engine = RemoteEngine(chosen.engine, tokenizer, defaults.read(chosen.model, chosen.engine))
-        job = EngineJob.of(str(chosen.model), chosen.engine, None, chosen.cluster, log_level=chosen.log_level)
+        job = EngineJob.of(
+            str(chosen.model),
+            chosen.engine,
+            None,
+            chosen.cluster,
+            log_level=chosen.log_level,
+            kv_events=self._reports_blocks,
+        )
         self._supervisor = supervisor = Supervisor(self._engine, job, restarts=chosen.restarts, command=ENGINE_COMMAND)
         self._running = asyncio.create_task(supervisor.run())
         ready = asyncio.create_task(supervisor.ready.wait())
@@ -97,6 +109,56 @@ class Replica:
         if self._supervisor is not None:
             await self._supervisor.close()
             await asyncio.wait([self._running])
+
+
+class RoutedReplica(Replica):
+    """A replica behind an `Ingress`, which sends it the calls. It tells routers which blocks its prefix cache has."""
+
+    _reports_blocks = True
+
+    async def __init__(self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any]) -> None:
+        await super().__init__(flags, hosts, actor_options)
+        self._blocks = CachedBlocks(self._engine)
+        self._app = self.__serve_build_asgi_app__()
+        self._serving = contextlib.AsyncExitStack()
+        await self._serving.enter_async_context(self._app.lifespan())
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Asked by Serve: what `PrefixRouter` reads."""
+        load = self._engine.load()
+        step, blocks = self._blocks.told()
+        report = {"block_size": self._engine.report.block_size, "step": step, "blocks": blocks}
+        return report | {"calls": load.running + load.waiting}
+
+    async def call_http(self, _: Prompt, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
+        """The ASGI messages of the answer to a call, several at a time."""
+        received = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Message:
+            for message in received:
+                return message
+            return await asyncio.get_running_loop().create_future()  # a caller who leaves ends this generator
+
+        async with contextlib.aclosing(put_by(lambda put: self._app(scope, receive, put))) as pieces:
+            async for messages in pieces:
+                yield messages
+
+    async def call_rpc(self, _: Prompt, name: str, request: Any, ending: Ending) -> AsyncIterator[Any]:
+        """The messages of an RPC; the last one is the Ending if it has failed."""
+        try:
+            if InferenceRpcs.streams(name):
+                async with contextlib.aclosing(self.rpcs.stream(name, request, ending)) as messages:
+                    async for message in messages:
+                        yield message
+            else:
+                yield await self.rpcs.answer(name, request, ending)
+        except RpcEnded:
+            yield ending
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_serving"):
+            await self._serving.aclose()
+        await super().__del__()
 
 
 async def _report(of: Metrics) -> None:

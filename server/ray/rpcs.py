@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -16,24 +16,51 @@ from server.grpc.server import SERVICE
 from server.grpc.service import InferenceService
 from server.handler import RequestHandler
 from server.proto.jaxserve.v1 import inference_pb2
+from server.ray.streams import Put, put_by
 
 
 class RpcEnded(Exception):
     """Ends an RPC whose status has been set."""
 
 
+@dataclass(slots=True)
+class Ending:
+    """The context of an RPC that another process has, which gets this back as the last message if the RPC fails."""
+
+    metadata: list[tuple[str, Any]]
+    code: grpc.StatusCode | None = None
+    details: str = ""
+    trailing_metadata: list[tuple[str, Any]] = field(default_factory=list)
+
+    def invocation_metadata(self) -> list[tuple[str, Any]]:
+        return self.metadata
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, Any]]) -> None:
+        self.trailing_metadata = metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def end(self, context: RayServegRPCContext) -> NoReturn:
+        """Ends the caller's RPC in the same way. Raises RpcEnded."""
+        assert self.code is not None
+        context.set_trailing_metadata(self.trailing_metadata)
+        context.set_code(self.code)
+        context.set_details(self.details)
+        raise RpcEnded(self.details)
+
+
 class _Context:
     """What services use of the context of a call, on Serve's. Serve's proxy keeps the caller's deadline to itself."""
 
-    def __init__(self, context: RayServegRPCContext) -> None:
-        self._context = context
-        self.messages: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
+    def __init__(self, context: RayServegRPCContext | Ending, write: Put | None = None) -> None:
+        self._context, self.write = context, write
 
     def time_remaining(self) -> None:
         return None
-
-    async def write(self, message: Any) -> None:
-        await self.messages.put(message)
 
     async def abort_with_status(self, status: Any) -> NoReturn:
         self._context.set_trailing_metadata(list(status.trailing_metadata))
@@ -43,6 +70,9 @@ class _Context:
         self._context.set_code(code)
         self._context.set_details(details)
         raise RpcEnded(details)
+
+
+_RPCS = {rpc.name: rpc for rpc in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods}
 
 
 class InferenceRpcs:
@@ -56,29 +86,24 @@ class InferenceRpcs:
         self._service = InferenceService(handler)
         self._keys = None if keys is None else KeyInterceptor(keys, OPEN_SERVICES)
 
-    async def answer(self, name: str, request: Any, grpc_context: RayServegRPCContext) -> Any:
+    @staticmethod
+    def streams(name: str) -> bool:
+        """Whether the answer of an RPC is a stream."""
+        return _RPCS[name].server_streaming
+
+    async def answer(self, name: str, request: Any, grpc_context: RayServegRPCContext | Ending) -> Any:
         """The answer of a unary RPC. Raises RpcEnded."""
         return await self._run(name, request, grpc_context, _Context(grpc_context))
 
-    async def stream(self, name: str, request: Any, grpc_context: RayServegRPCContext) -> AsyncIterator[Any]:
+    async def stream(self, name: str, request: Any, grpc_context: RayServegRPCContext | Ending) -> AsyncIterator[Any]:
         """The messages of a streaming RPC. Raises RpcEnded."""
-        context = _Context(grpc_context)
-        running = asyncio.create_task(self._run(name, request, grpc_context, context))
-        try:
-            while not (running.done() and context.messages.empty()):
-                reading = asyncio.create_task(context.messages.get())
-                await asyncio.wait([running, reading], return_when=asyncio.FIRST_COMPLETED)
-                if reading.done():
-                    yield reading.result()
-                else:
-                    reading.cancel()
-            running.result()
-        finally:  # the caller may have left
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RpcEnded):
-                await running
+        running = put_by(lambda put: self._run(name, request, grpc_context, _Context(grpc_context, put)))
+        async with contextlib.aclosing(running) as pieces:
+            async for messages in pieces:
+                for message in messages:
+                    yield message
 
-    async def _run(self, name: str, request: Any, given: RayServegRPCContext, context: _Context) -> Any:
+    async def _run(self, name: str, request: Any, given: RayServegRPCContext | Ending, context: _Context) -> Any:
         method = getattr(self._service, name)
         if self._keys is None:
             return await method(request, context)
@@ -95,7 +120,7 @@ class InferenceRpcs:
 
 def with_rpcs(replica: type) -> type:
     """Gives a replica's class, which has `rpcs`, a method for each RPC."""
-    for rpc in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods:
+    for rpc_name in _RPCS:
 
         def unary(name: str) -> Any:
             async def call(self: Any, request: Any, grpc_context: RayServegRPCContext) -> Any:
@@ -111,5 +136,5 @@ def with_rpcs(replica: type) -> type:
 
             return call
 
-        setattr(replica, rpc.name, (streaming if rpc.server_streaming else unary)(rpc.name))
+        setattr(replica, rpc_name, (streaming if InferenceRpcs.streams(rpc_name) else unary)(rpc_name))
     return replica

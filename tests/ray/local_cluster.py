@@ -80,7 +80,8 @@ class Cluster:
         found = set()
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                is_named = name in (path / "cmdline").read_bytes()
+                command = (path / "cmdline").read_bytes()
+                is_named = name in command and b"-ingress" not in command
                 if is_named and f"{MARK}={self._mark}".encode() in (path / "environ").read_bytes():
                     found.add(int(path.name))
         return found
@@ -108,6 +109,10 @@ class Cluster:
     def stream(self, max_tokens: int, begun: Callable[[], None] = lambda: None) -> list[Any]:
         """The events of a stream. Raises httpx.HTTPError if its connection breaks."""
         body = {"prompt": "It was", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        return self.events(body, begun)
+
+    def events(self, body: dict[str, Any], begun: Callable[[], Any] = lambda: None) -> list[Any]:
+        """The events of a stream of this call; `begun` is called after each of them."""
         events = []
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=WAIT_SECONDS) as response:
             for line in response.iter_lines():

@@ -30,12 +30,16 @@ def cluster() -> Iterator[Cluster]:
     it.close()
 
 
+routings = pytest.mark.parametrize("routing", ["session", "prefix"])
+
+
 def is_whole(events: list[Any]) -> bool:
     return events[-1] == "data: [DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
 
 
-def test_answers_whole_and_streamed(cluster: Cluster) -> None:
-    cluster.deploy()
+@routings
+def test_answers_whole_and_streamed(cluster: Cluster, routing: str) -> None:
+    cluster.deploy(routing=routing)
     text = cluster.complete(20)
     events = cluster.stream(20)
     assert is_whole(events)
@@ -43,9 +47,10 @@ def test_answers_whole_and_streamed(cluster: Cluster) -> None:
     assert httpx.get(f"{cluster.url}/health").status_code == 200
 
 
-def test_grpc_through_the_proxy(cluster: Cluster, tmp_path: Path) -> None:
+@routings
+def test_grpc_through_the_proxy(cluster: Cluster, tmp_path: Path, routing: str) -> None:
     (keys := tmp_path / "keys.toml").write_text('[team]\nkeys = ["a-secret"]\n')
-    cluster.deploy("--api-keys", str(keys))
+    cluster.deploy("--api-keys", str(keys), routing=routing)
     metadata = (("authorization", "Bearer a-secret"),)
     with grpc.insecure_channel(cluster.grpc_address) as channel:
         stub: Any = InferenceStub(channel)
@@ -112,8 +117,9 @@ def broken(cluster: Cluster, kill: Callable[[], int], streams: int = 8) -> list[
         return [answer.result() for answer in answers]
 
 
-def test_streams_of_a_killed_engine_end_with_an_error_and_it_is_replaced(cluster: Cluster) -> None:
-    cluster.deploy()
+@routings
+def test_streams_of_a_killed_engine_end_with_an_error_and_it_is_replaced(cluster: Cluster, routing: str) -> None:
+    cluster.deploy(routing=routing)
     before = cluster.replicas()
     for events in broken(cluster, lambda: cluster.engines().pop()):
         assert "was killed by signal 9" in events[-1]["error"]["message"]
@@ -121,8 +127,9 @@ def test_streams_of_a_killed_engine_end_with_an_error_and_it_is_replaced(cluster
     assert cluster.complete()
 
 
-def test_streams_of_a_killed_replica_raise_and_no_process_is_left(cluster: Cluster) -> None:
-    cluster.deploy()
+@routings
+def test_streams_of_a_killed_replica_raise_and_no_process_is_left(cluster: Cluster, routing: str) -> None:
+    cluster.deploy(routing=routing)
     engines = until(cluster.engines)
     ends = broken(cluster, lambda: cluster.replicas().pop())
     assert all(isinstance(end, str) for end in ends), ends
@@ -130,13 +137,14 @@ def test_streams_of_a_killed_replica_raise_and_no_process_is_left(cluster: Clust
     assert cluster.complete()
 
 
-def test_an_update_cuts_no_stream(cluster: Cluster) -> None:
-    cluster.deploy()
+@routings
+def test_an_update_cuts_no_stream(cluster: Cluster, routing: str) -> None:
+    cluster.deploy(routing=routing)
     before, begun = cluster.replicas(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         stream = pool.submit(cluster.stream, 900, begun.set)
         begun.wait(WAIT_SECONDS)
-        cluster.deploy("--served-model-name", "second")
+        cluster.deploy("--served-model-name", "second", routing=routing)
         assert is_whole(stream.result())
     until(lambda: not cluster.replicas() & before)
     assert httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"] == "second"
@@ -176,6 +184,7 @@ def _replicas_with_metrics(cluster: Cluster) -> set[str]:
         ({"flags": ("--max-rowz", "1")}, "--max-rowz 1: jaxserve serve refuses them"),
         ({"min_replicas": 2}, "min_replicas is 2 and max_replicas 1"),
         ({"target_owed_tokens": 0}, "target_owed_tokens is 0"),
+        ({"routing": "prompt"}, "routing is 'prompt'; it must be session or prefix"),
     ],
 )
 def test_a_mistake_is_told_at_once(fields: dict[str, Any], told: str) -> None:
