@@ -51,7 +51,7 @@ class TimedEngine:
 
     @cached_property
     def started(self) -> startup.EngineParts:
-        """The engine's parts, with random weights and buckets of the steps' exact sizes."""
+        """The engine's parts, with random weights, a random pool, and buckets of the steps' exact sizes."""
         config, params = shapes.random_params(self.model.shape, "bfloat16")
         engine = EngineConfig(
             dtype="bfloat16",
@@ -61,7 +61,12 @@ class TimedEngine:
             slots=max(case.slots(step.WARM_UP + self.steps) for case in self.model.cases),
             scoring=False,
         )
-        return startup.from_params(config, params, engine, startup.silent)
+        started = startup.from_params(config, params, engine, startup.silent)
+        for stage in started.loops[0].pipeline.stages:
+            leaves = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stage.pool)
+            stage.pool = None  # there may be no memory for two
+            stage.pool = kernels.random_pool(leaves)
+        return started
 
     def compile(self) -> dict[str, Any]:
         """Starts the engine; returns what it took and what is on the device."""

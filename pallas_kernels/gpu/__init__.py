@@ -26,7 +26,6 @@ from jaxtyping import Float, Float32, Int32
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.gpu.kernels import (
-    LANE_NUMBERS,
     LEAST_DOT,
     Context,
     GpuPool,
@@ -34,7 +33,6 @@ from pallas_kernels.gpu.kernels import (
     Tiling,
     combine_kernel,
     is_exact,
-    lanes_kernel,
     power_of_two,
     tile_kernel,
     width,
@@ -91,7 +89,7 @@ class GpuBackend:
 
     def default_block_size(self, shape: AttentionShape) -> int:
         del shape
-        return 32
+        return 64
 
     def default_pool_dtype(self, dtype: np.dtype, platform: str) -> np.dtype:
         del platform
@@ -191,9 +189,7 @@ def _prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
 
 
 def _decode_tiling(shape: AttentionShape) -> Tiling:
-    """The tiling for queries of one token that share a KV head."""
-    if shape.group == 1:
-        return Tiling(1, max(LANE_NUMBERS // width(shape), 1), 4, 1)
+    """The tiling for the query heads of one token that share a KV head."""
     rows, wide = max(power_of_two(shape.group), LEAST_DOT), width(shape) > 128
     if is_exact(shape):
         return Tiling(rows, 16 if wide else 32, 8, 1)
@@ -235,7 +231,7 @@ def _attend(
 
         decodes, parts = len(meta.decodes), _n_parts(len(meta.decodes), shape, window)
         tiling = _decode_tiling(shape)
-        kernel = partial(lanes_kernel if shape.group == 1 else tile_kernel, tiling=tiling, **statics)
+        kernel = partial(tile_kernel, tiling=tiling, **statics)
         grid = (decodes, shape.num_kv_heads, parts)
         if parts == 1:
             out, _ = call(kernel, grid, *tiling[2:], (*inputs, meta.decodes), out)

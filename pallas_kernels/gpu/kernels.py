@@ -18,8 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.api import AttentionShape
 
-# Numbers of a tile of keys that a program of a decode holds in registers, with equally many values and sums.
-LANE_NUMBERS = 4096
+_WRITTEN_AT_ONCE = 4096  # numbers of a tile that a program writes
 LEAST_DOT = 16  # rows, columns and depth of a product
 _LOWEST = -1e30  # replaces minus infinity where a difference of two of them must not be NaN
 _LOG2_E = math.log2(math.e)
@@ -92,7 +91,7 @@ def write_kernel(
     token = pl.program_id(0)
     block, slot = slots[token, 0], slots[token, 1]
     dims = jnp.arange(width(shape))
-    most = max(LANE_NUMBERS // len(dims), 1)
+    most = max(_WRITTEN_AT_ONCE // len(dims), 1)
 
     def runs(heads: int) -> list[jax.Array]:
         size = min(power_of_two(heads), most)
@@ -140,6 +139,7 @@ class _Part(NamedTuple):
     chunk: jax.Array
     first_tile: jax.Array
     end_tile: jax.Array
+    end: jax.Array  # position behind the last slot of these tiles that a query sees
     n_tiles: jax.Array  # of all parts together
     first_seen: jax.Array | None  # with a window, the first position that any of the queries sees
 
@@ -163,112 +163,74 @@ def _part(
     if window is not None:
         first += end - tiles
     end = jnp.where(count > 0, jnp.minimum(first + each, end), 0)
-    return _Part(start, count, last, chunk, first, end, tiles, first_seen)
+    return _Part(start, count, last, chunk, first, end, jnp.minimum(last + 1, end * slots), tiles, first_seen)
 
 
 class _Tile(NamedTuple):
-    """Some slots of a context.
+    """Keys and values of some slots of a context, and what masks and biases need to know of them.
 
-    Slots that no query sees are zeros: they may hold NaN, and 0 * NaN is NaN.
+    Where it is masked, slots that no query sees are zeros: they may hold NaN, and 0 * NaN is NaN.
     """
 
     position: jax.Array  # int32[slots]
-    seen: jax.Array  # bool[slots]: by any query
+    seen: jax.Array | None  # bool[slots]: by any query; None where all are seen by all
     keys: jax.Array  # [slots, D]
     values: jax.Array  # likewise
     key_scales: jax.Array | None  # float32[slots]
     value_scales: jax.Array | None  # likewise
 
 
+def _blocks(i: jax.Array, part: _Part, context: Context, slots: int, shape: AttentionShape) -> jax.Array:
+    """The block of each slot of tile i, int32[slots]; a scalar where a tile has slots of one block only."""
+    if shape.block_size % slots == 0:
+        column = lax.div(jnp.minimum(i * slots, part.last), shape.block_size)
+        return context.tables[part.chunk, column] + context.first_block[0]
+    position = i * slots + jnp.arange(slots)
+    seen = position < part.end
+    if part.first_seen is not None:
+        seen &= position >= part.first_seen
+    column = jnp.where(seen, lax.div(position, shape.block_size), 0)
+    return plgpu.load(context.tables.at[part.chunk, column]) + context.first_block[0]
+
+
 def _tile(
     i: jax.Array,
+    block: jax.Array,
     part: _Part,
     head: jax.Array,
     context: Context,
     slots: int,
     shape: AttentionShape,
+    *,
+    masked: bool = True,
 ) -> _Tile:
+    """Tile i, which lies in `block` (`_blocks`)."""
     pool = context.pool
     position = i * slots + jnp.arange(slots)
-    seen = position <= part.last
-    if part.first_seen is not None:
-        seen &= position >= part.first_seen
-    column = jnp.where(seen, lax.div(position, shape.block_size), 0)
-    block = plgpu.load(context.tables.at[part.chunk, column]) + context.first_block[0]
-    slot = lax.rem(position, shape.block_size)
-    (_, dims), inside = _grid(position, jnp.arange(width(shape)), part.last + 1, shape.head_dim)
-    if part.first_seen is not None:
-        inside &= jnp.broadcast_to(seen[:, None], inside.shape)
+    if block.ndim:
+        slot = lax.rem(position, shape.block_size)
+    else:
+        slot = lax.rem(i * slots, shape.block_size) + jnp.arange(slots)
+        block = jnp.broadcast_to(block, slot.shape)
+    dims = jnp.broadcast_to(jnp.arange(width(shape))[None, :], (slots, width(shape)))
+    inside = dims < shape.head_dim if shape.head_dim < width(shape) else None
+    seen = None
+    if masked:
+        seen = position < part.end
+        if part.first_seen is not None:
+            seen &= position >= part.first_seen
+        each = jnp.broadcast_to(seen[:, None], dims.shape)
+        inside = each if inside is None else inside & each
     blocks, places = (jnp.broadcast_to(x[:, None], dims.shape) for x in (block, slot))
-    keys, values = (
-        plgpu.load(x.at[blocks, head, places, dims], mask=inside, other=0) for x in (pool.keys, pool.values)
-    )
+
+    def load(ref: Any, mask: jax.Array | None) -> jax.Array:
+        return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+
+    keys, values = (load(x.at[blocks, head, places, dims], inside) for x in (pool.keys, pool.values))
     key_scales, value_scales = (
-        None if x is None else plgpu.load(x.at[block, head, slot], mask=seen, other=0)
-        for x in (pool.key_scales, pool.value_scales)
+        None if x is None else load(x.at[block, head, slot], seen) for x in (pool.key_scales, pool.value_scales)
     )
     return _Tile(position, seen, keys, values, key_scales, value_scales)
-
-
-def lanes_kernel(
-    q: Any,
-    context: Context,
-    items: Any,
-    _: Any,
-    out: Any,
-    parts: Parts | None,
-    *,
-    tiling: Tiling,
-    shape: AttentionShape,
-    scale: float,
-    window: int | None,
-):
-    """Attention of one query of one head.
-
-    Each slot of a tile has its own softmax, over every slots-th position, so that threads exchange only their shares of
-    a score until the end.
-    """
-    item, head, which = (pl.program_id(i) for i in range(3))
-    part = _part(items, item, which, pl.num_programs(2), tiling.slots, window)
-
-    @pl.when(part.first_tile < part.end_tile)
-    def _attend() -> None:
-        dims = jnp.arange(width(shape))
-        some = dims < shape.head_dim
-        query = plgpu.load(q.at[part.start, head, dims], mask=some, other=0).astype(jnp.float32) * _factor(scale, shape)
-        slope = None if context.slopes is None else context.slopes[head] * _LOG2_E
-
-        def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            maximum, total, acc = carry  # [slots], [slots], [slots, D]
-            tile = _tile(i, part, head, context, tiling.slots, shape)
-            scores = jnp.sum(tile.keys.astype(jnp.float32) * query[None, :], axis=1)
-            if tile.key_scales is not None:
-                scores *= tile.key_scales
-            scores = _capped(scores, shape)
-            if slope is not None:
-                scores += slope * (tile.position - part.last).astype(jnp.float32)
-            scores = jnp.where(tile.seen, scores, _LOWEST)
-            raised = jnp.maximum(maximum, scores)
-            shrink, weights = jnp.exp2(maximum - raised), jnp.where(tile.seen, jnp.exp2(scores - raised), 0)
-            total = total * shrink + weights
-            if tile.value_scales is not None:
-                weights *= tile.value_scales
-            return raised, total, acc * shrink[:, None] + weights[:, None] * tile.values.astype(jnp.float32)
-
-        empty = _empty(tiling.slots, width(shape))
-        maximum, total, acc = lax.fori_loop(part.first_tile, part.end_tile, step, empty)
-        highest = jnp.max(maximum, axis=0)
-        share = jnp.exp2(maximum - highest)
-        total, acc = jnp.sum(total * share, axis=0), jnp.sum(acc * share[:, None], axis=0)
-        if parts is None:
-            if context.sinks is not None:
-                share, more = _with_sink(highest, context.sinks[head])
-                total, acc = total * share + more, acc * share
-            plgpu.store(out.at[part.start, head, dims], (acc / total).astype(out.dtype), mask=some)
-        else:
-            plgpu.store(parts.acc.at[item, which, head, dims], acc, mask=some)
-            parts.maximum[item, which, head] = highest
-            parts.total[item, which, head] = total
 
 
 def _factor(scale: float, shape: AttentionShape) -> float:
@@ -328,32 +290,50 @@ def tile_kernel(
         (_, dims), inside = _grid(row, jnp.arange(width(shape)), n_rows, shape.head_dim)
         tokens, all_heads = (jnp.broadcast_to(x[:, None], dims.shape) for x in (part.start + of_chunk, heads))
         query = plgpu.load(q.at[tokens, all_heads, dims], mask=inside, other=0).astype(dtype)
-        slope = None if context.slopes is None else plgpu.load(context.slopes.at[heads]) * _LOG2_E
+        factor = _factor(scale, shape) if shape.soft_cap is None else 1.0  # of scores, in the exponent of a weight
+        slope = None
+        if context.slopes is not None:
+            slope = (context.slopes[head] if shape.group == 1 else plgpu.load(context.slopes.at[heads])) * _LOG2_E
 
-        def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def step(i: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
             maximum, total, acc = carry  # [rows], [rows], [rows, D]
-            tile = _tile(i, part, head, context, tiling.slots, shape)
-            scores = dot(query, tile.keys.astype(dtype), (((1,), (1,)), ((), ()))) * _factor(scale, shape)
+            block = _blocks(i, part, context, tiling.slots, shape)
+            tile = _tile(i, block, part, head, context, tiling.slots, shape, masked=masked)
+            scores = dot(query, tile.keys.astype(dtype), (((1,), (1,)), ((), ())))
             if tile.key_scales is not None:
                 scores *= tile.key_scales[None, :]
-            scores = _capped(scores, shape)
+            if shape.soft_cap is not None:
+                scores = _capped(scores * _factor(scale, shape), shape)
             if slope is not None:
-                scores += slope[:, None] * (tile.position - part.last).astype(jnp.float32)[None, :]
-            visible = tile.position[None, :] <= position[:, None]
-            if window is not None:
-                visible &= tile.position[None, :] > position[:, None] - window
-            scores = jnp.where(visible, scores, _LOWEST)
+                away = (tile.position - part.last).astype(jnp.float32)
+                steep = (slope if shape.group == 1 else slope[:, None]) / factor
+                scores += steep * away[None, :]
+            visible = None
+            if masked:
+                visible = tile.position[None, :] <= position[:, None]
+                if window is not None:
+                    visible &= tile.position[None, :] > position[:, None] - window
+                scores = jnp.where(visible, scores, _LOWEST)
             raised = jnp.maximum(maximum, jnp.max(scores, axis=1))
-            shrink = jnp.exp2(maximum - raised)
-            weights = jnp.where(visible, jnp.exp2(scores - raised[:, None]), 0)
+            shrink = jnp.exp2((maximum - raised) * factor)
+            weights = jnp.exp2(scores * factor - (raised * factor)[:, None])
+            if visible is not None:
+                weights = jnp.where(visible, weights, 0)
             total = total * shrink + jnp.sum(weights, axis=1)
             if tile.value_scales is not None:
                 weights *= tile.value_scales[None, :]
             new = dot(weights.astype(dtype), tile.values.astype(dtype), (((1,), (0,)), ((), ())))
             return raised, total, acc * shrink[:, None] + new
 
-        empty = _empty(tiling.rows, width(shape))
-        maximum, total, acc = lax.fori_loop(part.first_tile, part.end_tile, step, empty)
+        # Tiles of which every query sees every slot need no mask: those from `inner` to `outer`.
+        inner, carry = part.first_tile, _empty(tiling.rows, width(shape))
+        outer = jnp.clip(lax.div(part.last + 2 - part.n_queries, tiling.slots), part.first_tile, part.end_tile)
+        if window is not None:
+            inner = jnp.clip(lax.div(jnp.maximum(part.last - window, -1) + tiling.slots, tiling.slots), inner, outer)
+            carry = lax.fori_loop(part.first_tile, inner, partial(step, masked=True), carry)
+        carry = lax.fori_loop(inner, outer, partial(step, masked=False), carry)
+        maximum, total, acc = lax.fori_loop(outer, part.end_tile, partial(step, masked=True), carry)
+        maximum *= factor
         if parts is None:
             if context.sinks is not None:
                 sink = plgpu.load(context.sinks.at[heads])

@@ -111,7 +111,8 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         dtype=jnp.dtype(dtype),
         pool_dtype=jnp.dtype(pool),
         alibi=heads != 7,
-    ).with_blocks(32, 2048)
+    )
+    shape = shape.with_blocks(gpu.BACKEND.default_block_size(shape), 2048)
     one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
     everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
 
@@ -224,10 +225,11 @@ def test_kernels_of_experts_are_read_in_place(
         ("gpt2-xl", "h200:1", 32, False),
     ],
 )
-def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tell, hold) -> None:
-    """Weights and pool in eight bits are widened where they are read: that takes no memory.
+def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp_path, tell, hold) -> None:
+    """They are launched together, as one command buffer (CUDA graph).
 
-    New keys and values are rounded by three kernels more.
+    Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
+    rounded by three kernels more.
     """
     rows, config = 32, model_catalog.find(name)[1]
     engine = EngineConfig(
@@ -247,7 +249,9 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tel
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
     assert stage.shape.backend.name == "gpu"
-    text, temporaries, seconds = compile_step(stage, bucket, rows * 1024 // stage.shape.attention.block_size)
+    text, temporaries, seconds = compile_step(stage, bucket, rows * 1024 // stage.shape.attention.block_size, tmp_path)
+    (launched,) = tmp_path.glob("*forward.thunk_sequence_after_thunk_passes.txt")
+    assert re.findall(r"^\d+: (\w+)", launched.read_text(), re.MULTILINE) == ["kCommandBuffer"]
     entry = text[text.index("\nENTRY ") :]
     n_kernels = len(re.findall(r" (?:fusion|custom-call|copy|transpose|convert|reduce|dot)\(", entry))
     tell(
@@ -272,13 +276,14 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tel
     hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
 
 
-def compile_step(stage: StagePrograms, bucket: int, n_blocks: int) -> tuple[str, int, float]:
+def compile_step(stage: StagePrograms, bucket: int, n_blocks: int, dump: Path) -> tuple[str, int, float]:
     """A step's compiled program, its bytes beside arguments and results, and the seconds it took; nothing large is
     copied."""
+    options = compiler_options.of("gpu", absent=True) | {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
     started = time.perf_counter()
     with targets.lowering(stage.mesh):
         lowered, head = stage.lower_forward(bucket, n_blocks), stage.lower_head(stage.shape.points)
-    program, head = (each.compile(compiler_options.of("gpu", absent=True)) for each in (lowered, head))
+    program, head = (each.compile(options) for each in (lowered, head))
     assert not list(compiled.copies(stage, head.as_text() or "", n_blocks))
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -39,10 +40,12 @@ def _native() -> Backend:
     return api.load("cpu")
 
 
+_ON_GPU = jax.default_backend() == "gpu"
+
 SUBJECTS = {
     "xla": Subject(make=lambda: api.load("xla"), block_sizes=(8, 1, 2, 16, 32, 64)),
     "cpu": Subject(make=_native, block_sizes=(8, 1, 2, 16, 32, 64)),
-    "gpu": Subject(make=lambda: GpuBackend(interpret=True), block_sizes=(16, 1, 64), slow=True),
+    "gpu": Subject(make=lambda: GpuBackend(interpret=not _ON_GPU), block_sizes=(16, 1, 64), slow=not _ON_GPU),
     "tpu": Subject(
         make=lambda: TpuBackend(cut=Cut(2, 64, 64, 64, 32, 32), interpret=pltpu.InterpretParams()),
         block_sizes=(32, 64),

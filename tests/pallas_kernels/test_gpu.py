@@ -31,10 +31,9 @@ SHAPE = AttentionShape(
 @pytest.mark.interpret
 def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     """More parts than some rows have tiles; rows of one tile, of several, and of none."""
-    backend = GpuBackend(interpret=True)
-    h = harness(backend, heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, most_chunks=4, bucket=4)
+    h = harness("gpu", heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, most_chunks=4, bucket=4)
     assert gpu._n_parts(4, h.shape) == 8
-    long = harness(backend, heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, bucket=512)
+    long = harness("gpu", heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, bucket=512)
     a, b = long.add_row(), long.add_row()
     long.check([(a, 500)])
     long.check([(b, 3), (a, 400)])
@@ -48,7 +47,7 @@ def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
 def test_one_query_of_many_heads_fills_a_tile(harness):
     """71 heads to a KV head, as Falcon-7B has: a prompt tile of 128 rows holds one query."""
     sizes = {"block": 16, "max_blocks": 8, "n_blocks": 24, "bucket": 32}
-    h = harness(GpuBackend(interpret=True), heads=71, kv_heads=1, dtype="bfloat16", pool="bfloat16", **sizes)
+    h = harness("gpu", heads=71, kv_heads=1, dtype="bfloat16", pool="bfloat16", **sizes)
     assert gpu._prompt_tiling(h.shape, 32).rows == 128
     a, b = h.add_row(), h.add_row()
     h.check([(a, 20), (b, 1)])
