@@ -7,6 +7,8 @@ Every chunk checks that it reads its own history and nothing else.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -39,11 +41,7 @@ def logprob_of(token: int, position: int) -> float:
 
 
 def fingerprints(tokens: list[int]) -> list[int]:
-    out, last = [], 0
-    for token in tokens:
-        last = extend_history(last, token)
-        out.append(last)
-    return out
+    return list(itertools.accumulate(tokens, extend_history, initial=0))[1:]
 
 
 class Answer(NamedTuple):
@@ -190,10 +188,14 @@ class Client:
     prompt_scores: list[float] = field(default_factory=list)
     cached: int | None = None
 
+    @functools.cached_property
+    def expected(self) -> Answer:
+        return solo(self.request)
+
     def take(self, event: TokenEvent) -> None:
         sampling, position = self.request.sampling, len(self.request.prompt) + len(self.tokens)
         self.tokens += event.token_ids
-        expected = solo(self.request)
+        expected = self.expected
         assert self.tokens == expected.tokens[: len(self.tokens)]
         assert event.logprobs == tuple(logprob_of(token, position + at) for at, token in enumerate(event.token_ids))
         if sampling.logprobs and event.token_ids:

@@ -130,24 +130,35 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.drain()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=120,
+FEW = settings(
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-TestScheduler = SchedulerMachine.TestCase
 
 
-def seeds(count: int) -> pytest.MarkDecorator:
-    """Two in every run, the others among the long tests."""
-    each = [pytest.param(seed, marks=pytest.mark.long if seed > 1 else ()) for seed in range(count)]
-    return pytest.mark.parametrize("seed", each)
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = FEW
 
 
-@seeds(3)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.long
+class TestSchedulerInManyCases(SchedulerMachine.TestCase):
+    settings = settings(FEW, max_examples=300)
+
+
+def stages_and_seeds(count: int) -> pytest.MarkDecorator:
+    """Three pairs in every run, the others among the long tests."""
+    pairs = [(n_stages, seed) for seed in range(count) for n_stages in (1, 2)]
+    each = [
+        pytest.param(*pair, marks=pytest.mark.long if index not in (1, 2, 3) else ())
+        for index, pair in enumerate(pairs)
+    ]
+    return pytest.mark.parametrize(("n_stages", "seed"), each)
+
+
+@stages_and_seeds(3)
 @pytest.mark.parametrize("mode", ["iteration", "request"])
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
@@ -155,8 +166,7 @@ def test_a_crowd_in_a_small_pool(policy, mode, n_stages, seed):
     crowd(policy, mode, n_stages, seed)
 
 
-@seeds(6)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@stages_and_seeds(6)
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_with_windows(policy, n_stages, seed):
     """The same where every layer has a sliding window, with late masks and drafts."""
@@ -164,8 +174,7 @@ def test_a_crowd_with_windows(policy, n_stages, seed):
     crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, windows=(1 + 3 * seed,))
 
 
-@seeds(8)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@stages_and_seeds(8)
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_with_two_cache_groups(policy, n_stages, seed):
     """The same where some layers have a sliding window, whose pool is often the smaller."""
@@ -174,16 +183,14 @@ def test_a_crowd_with_two_cache_groups(policy, n_stages, seed):
     crowd(policy, "iteration", n_stages, seed, errs=errs, grammars=grammars, windows=windows, tight=seed > 3)
 
 
-@seeds(6)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@stages_and_seeds(6)
 def test_a_crowd_with_drafts(n_stages, seed):
     """The same with drafts, some of them wrong."""
     scheduler = crowd("grow" if seed % 3 else "reserve", "iteration", n_stages, seed, errs=0.2).scheduler
     assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens
 
 
-@seeds(6)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@stages_and_seeds(6)
 @pytest.mark.parametrize("policy", ["grow", "reserve"])
 def test_a_crowd_with_late_masks(policy, n_stages, seed):
     """The same with grammars, some of whose masks are late."""
@@ -191,8 +198,7 @@ def test_a_crowd_with_late_masks(policy, n_stages, seed):
     assert world.scheduler.withdrawals > 20
 
 
-@seeds(6)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@stages_and_seeds(6)
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 4)])
 def test_a_crowd_with_a_host_cache(windows, n_stages, seed):
     """The same with blocks that go to the host and come back, some of them corrupt."""
