@@ -3,8 +3,10 @@
     python -m tests.ray.cost
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 python -m tests.ray.cost
     RAY_SERVE_ENABLE_DIRECT_INGRESS=1 python -m tests.ray.cost --port 30000
+    python -m tests.ray.cost --routing prefix
 
-The last calls the replica itself, at the first of the ports that Serve gives to replicas.
+The third calls the replica itself, at the first of the ports that Serve gives to replicas. With --routing prefix that
+is the ingress.
 
 The same model with the same flags, a front and an engine process each. Rounds of eight streaming callers go to one and
 to the other in turn, so what else the machine does meets both. With fewer cores than processes the figures are upper
@@ -61,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--port", type=int, help="of Serve; its proxy's if left out")
+    parser.add_argument("--routing", default="session", help="session or prefix")
     args = parser.parse_args()
     cluster = Cluster()
     with tempfile.TemporaryFile("w+") as log:
@@ -68,7 +71,7 @@ def main() -> None:
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         started = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=subprocess.DEVNULL, env=environment)
         try:
-            cluster.deploy()
+            cluster.deploy(routing=args.routing)
 
             def ready() -> re.Match[str] | None:
                 log.seek(0)

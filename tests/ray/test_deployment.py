@@ -86,10 +86,15 @@ def test_the_calls_of_a_session_find_their_prefix(cluster: Cluster) -> None:
         answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-session-id": session}, timeout=60)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    assert all(cached(f"{index}", f"Turn {index} " + "of it " * 100) == 0 for index in range(6))
-    assert all(cached(f"{index}", f"Turn {index} " + "of it " * 100) >= 64 for index in range(6))
+    def are_kept(trial: int) -> bool:
+        prompts = {f"{index}": f"Trial {trial}, turn {index} " + "of it " * 100 for index in range(10)}
+        assert all(cached(session, prompt) == 0 for session, prompt in prompts.items())
+        return all(cached(session, prompt) >= 64 for session, prompt in prompts.items())
+
+    trial = next(trial for trial in range(3) if are_kept(trial))  # the proxy may learn of a replica during the first
     # Both have sessions: another session's prompt is cached on one of them only.
-    assert {cached(f"{index}", "Turn 0 " + "of it " * 100) >= 64 for index in range(10, 30)} == {False, True}
+    prompt = f"Trial {trial}, turn 0 " + "of it " * 100
+    assert {cached(f"{index}", prompt) >= 64 for index in range(10, 30)} == {False, True}
 
 
 def test_a_replica_answers_without_the_proxy() -> None:
