@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from jaxserve.multihost.config import ClusterConfig, check_settings
 from server.commands import cli, flags
 from server.commands.serve import SERVE_PARAMS
+from server.ray import tpu
 from server.ray.ingress import Ingress
 from server.ray.replica import OWED, Replica, RoutedReplica
 from server.ray.router import STATS_SECONDS, PrefixRouter, SessionRouter
@@ -89,11 +90,15 @@ def deployment(config: RayConfig) -> serve.Application:
     return group(config, hosts=1)
 
 
-def group(config: RayConfig, *, hosts: int) -> serve.Application:
+def group(config: RayConfig, *, hosts: int, tpu_slice: str | None = None) -> serve.Application:
     """Like `deployment`, where several hosts serve each replica together, each on a node of its own.
 
     A replica is host 0. It and an actor for each other host have a placement group, of which each takes a bundle of
     `actor_options`.
+
+    Args:
+      tpu_slice: pod type, such as "v6e-16", of the TPU slices of which each replica takes one, whole; `actor_options`
+        have the chips of a host, `{"resources": {"TPU": 4}}`. Ray knows the slice of a node by its labels.
 
     Raises:
       ValueError: as for `deployment`, or the hosts cannot share the devices that the flags ask for.
@@ -108,6 +113,11 @@ def group(config: RayConfig, *, hosts: int) -> serve.Application:
     engine, settings = flags.engine_config(args), flags.read(args, SERVE_PARAMS)
     if hosts > 1:
         check_settings(engine, ClusterConfig(hosts=hosts, host=0, coordinator="127.0.0.1:1"))
+    if tpu_slice is not None and (hosts == 1 or not config.actor_options.get("resources", {}).get("TPU")):
+        raise ValueError(
+            f"tpu_slice is {tpu_slice}, with {hosts} hosts and actor_options {dict(config.actor_options)}; it is for "
+            'several hosts whose actor_options have the chips of one: {"resources": {"TPU": 4}}'
+        )
     autoscaling = AutoscalingConfig(
         min_replicas=config.min_replicas,
         max_replicas=config.max_replicas,
@@ -131,16 +141,17 @@ def group(config: RayConfig, *, hosts: int) -> serve.Application:
         "graceful_shutdown_timeout_s": settings["drain_seconds"] + _LAST_SECONDS,
         "health_check_period_s": 1.0,
     }
+    spread = hosts > 1 and tpu_slice is None
     made = serve.deployment(
         RoutedReplica if by_prefix else serve.ingress()(Replica),
         name=config.name,
-        ray_actor_options=dict(config.actor_options),
-        placement_group_bundles=[_bundle(config.actor_options)] * hosts if hosts > 1 else None,
-        placement_group_strategy="STRICT_SPREAD" if hosts > 1 else None,
+        ray_actor_options=dict(config.actor_options) if tpu_slice is None else tpu.on_first_worker(tpu_slice),
+        placement_group_bundles=[tpu.bundle(config.actor_options)] * hosts if spread else None,
+        placement_group_strategy="STRICT_SPREAD" if spread else None,
         autoscaling_config=autoscaling,
         request_router_config=router,
         **shared,
-    ).bind(config.flags, hosts, dict(config.actor_options))
+    ).bind(config.flags, hosts, dict(config.actor_options), tpu_slice)
     if not by_prefix:
         return made
     scaling = AutoscalingConfig(
@@ -150,9 +161,3 @@ def group(config: RayConfig, *, hosts: int) -> serve.Application:
         serve.ingress()(Ingress), name=f"{config.name}-ingress", autoscaling_config=scaling, **shared
     )
     return ingress.bind(config.flags, made)
-
-
-def _bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:
-    """What an actor with these options takes of a node."""
-    named = {"CPU": actor_options.get("num_cpus", 1), "GPU": actor_options.get("num_gpus", 0)}
-    return {name: amount for name, amount in (named | actor_options.get("resources", {})).items() if amount}

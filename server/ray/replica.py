@@ -13,6 +13,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import metrics
 from ray.util import get_current_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.types import Message, Scope
 
@@ -24,6 +25,7 @@ from server.engine_process.remote_engine import RemoteEngine
 from server.engine_process.supervisor import ENGINE_COMMAND, Supervisor
 from server.lifecycle import wedged_seconds
 from server.metrics import Metrics
+from server.ray import tpu
 from server.ray.host import Group, Host, end_with_parent, settings
 from server.ray.prefixes import CachedBlocks, Prompt
 from server.ray.rpcs import Ending, InferenceRpcs, RpcEnded, with_rpcs
@@ -43,18 +45,26 @@ class Replica:
       flags: of `jaxserve serve`.
       hosts: with more than one, this is host 0, and starts an actor for each other in a bundle of its placement group.
       actor_options: what each host takes.
+      tpu_slice: pod type of the TPU slice that the hosts are, such as "v6e-16"; None for any nodes. This is then on the
+        node of its worker 0, and host I on that of worker I.
     """
 
     _reports_blocks = False  # whether routers want to know what is in the prefix cache
 
-    async def __init__(self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any]) -> None:
+    async def __init__(
+        self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any], tpu_slice: str | None = None
+    ) -> None:
         end_with_parent()
         self._supervisor: Supervisor | None = None  # until the flags are known to be right
         self._reporting: asyncio.Task[None] | None = None
         group = None
         if hosts > 1:
             group = Group(hosts=hosts, coordinator=_coordinator(), secret=secrets.token_hex(32).encode())
-            self._hosts = _start_hosts(flags, group, actor_options)
+            placement = (
+                get_current_placement_group() if tpu_slice is None else tpu.slice_of_this_node(hosts, actor_options)
+            )
+            await placement.ready()
+            self._hosts = _start_hosts(flags, group, actor_options, placement)
         self._settings = chosen = settings(flags, group)
         tokenizer = Tokenizer.from_directory(chosen.model)
         self._engine = RemoteEngine(chosen.engine, tokenizer, defaults.read(chosen.model, chosen.engine))
@@ -116,8 +126,10 @@ class RoutedReplica(Replica):
 
     _reports_blocks = True
 
-    async def __init__(self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any]) -> None:
-        await super().__init__(flags, hosts, actor_options)
+    async def __init__(
+        self, flags: Sequence[str], hosts: int, actor_options: dict[str, Any], tpu_slice: str | None = None
+    ) -> None:
+        await super().__init__(flags, hosts, actor_options, tpu_slice)
         self._blocks = CachedBlocks(self._engine)
         self._app = self.__serve_build_asgi_app__()
         self._serving = contextlib.AsyncExitStack()
@@ -187,9 +199,10 @@ def _coordinator() -> str:
                 return f"{address}:{port}"
 
 
-def _start_hosts(flags: Sequence[str], group: Group, actor_options: dict[str, Any]) -> list[Any]:
+def _start_hosts(
+    flags: Sequence[str], group: Group, actor_options: dict[str, Any], placement: PlacementGroup
+) -> list[Any]:
     """The actors of the other hosts, which end with this one. Ray starts one again that dies alone."""
-    placement = get_current_placement_group()
     return [
         ray.remote(Host)
         .options(

@@ -5,7 +5,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,15 @@ def until(condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
 class Cluster:
     """Nodes, as processes of this machine, with Serve on them.
 
+    Args:
+      others: labels and resources of nodes beside those, as TPU hosts have them.
+
     Attributes:
       head: the raylet of the node with Serve's controller.
+      labels: those of the others, by their raylets.
     """
 
-    def __init__(self, nodes: int = 1) -> None:
+    def __init__(self, nodes: int = 1, others: Sequence[tuple[dict[str, str], dict[str, float]]] = ()) -> None:
         self._mark = uuid.uuid4().hex
         with contextlib.ExitStack() as stack:
             free = [stack.enter_context(socket.socket()) for _ in range(3)]
@@ -50,6 +54,12 @@ class Cluster:
         for node in range(nodes):
             export = {} if node else {"metrics_export_port": self.metrics_port}
             self._nodes.add_node(num_cpus=8, include_dashboard=False, object_store_memory=80 * 2**20, **export)
+        self.labels: dict[int, dict[str, str]] = {}
+        for labels, resources in others:
+            node = self._nodes.add_node(
+                num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, labels=labels, resources=resources
+            )
+            self.labels[node.all_processes["raylet"][0].process.pid] = labels
         self.address = self._nodes.address
         self.head = self._nodes.head_node.all_processes["raylet"][0].process.pid
         ray.init(address=self._nodes.address, runtime_env=self.environment)
@@ -58,9 +68,10 @@ class Cluster:
             http_options={"port": port}, grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[servicer])
         )
 
-    def deploy(self, *flags: str, hosts: int = 1, **fields: Any) -> None:
+    def deploy(self, *flags: str, hosts: int = 1, tpu_slice: str | None = None, **fields: Any) -> None:
         config = RayConfig(flags=(*FLAGS, *flags), **{"actor_options": {"num_cpus": 1}} | fields)
-        serve.run(group(config, hosts=hosts) if hosts > 1 else deployment(config), route_prefix="/")
+        made = group(config, hosts=hosts, tpu_slice=tpu_slice) if hosts > 1 else deployment(config)
+        serve.run(made, route_prefix="/")
 
     def is_running(self) -> bool:
         """Whether Serve has as many replicas running as it wants, and no other."""
