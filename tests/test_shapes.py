@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 def run_checked(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments],
+        [sys.executable, "-m", "pytest", "-n", "0", *arguments],
         cwd=ROOT,
         env=os.environ | {"CHECK_SHAPES": "1"},
         capture_output=True,
@@ -27,17 +27,22 @@ def test_the_check_catches_wrong_shapes() -> None:
     run_checked("tests/shapes.py")
 
 
+KERNELS = [
+    f"tests/pallas_kernels/test_{name}.py"
+    for name in ("conformance", "isolation", "long_contexts", "cpu_product", "int8")
+]
+
+
 @pytest.mark.long
-def test_annotations_hold() -> None:
-    """Models, the sampler, kernels and a whole engine."""
-    run_checked(
-        "tests/jaxserve/models/test_models.py",
-        "tests/jaxserve/models/test_layers.py",
-        "tests/jaxserve/sampling",
-        "tests/jaxserve/test_engine.py",
-        "tests/pallas_kernels/test_conformance.py",
-        "tests/pallas_kernels/test_isolation.py",
-        "tests/pallas_kernels/test_long_contexts.py",
-        "tests/pallas_kernels/test_cpu_product.py",
-        "tests/pallas_kernels/test_int8.py",
-    )
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["tests/jaxserve/models/test_models.py", "tests/jaxserve/models/test_layers.py", "-m", "not exhaustive"],
+        ["tests/jaxserve/sampling", "tests/jaxserve/test_engine.py"],
+        KERNELS,
+    ],
+    ids=["models", "engine", "kernels"],
+)
+def test_annotations_hold(files: list[str]) -> None:
+    """Models of every family, the sampler and a whole engine, kernels."""
+    run_checked(*files)

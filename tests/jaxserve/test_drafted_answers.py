@@ -26,11 +26,19 @@ from tests.fixtures.tiny import BLOOM, VOCAB, make_engine, opinionated
 from tests.fixtures.traffic import Answers, run, traffic
 from tests.jaxserve.scheduler.drafts import ladder
 
+ARRIVALS = traffic(120)
+
 
 @pytest.fixture(scope="module")
 def drafting(params) -> Engine:
     """More points than rows, and few slots: requests are preempted."""
     return make_engine(params, speculate="ngram", speculate_tokens=7, slots=112)
+
+
+@pytest.fixture(scope="module")
+def undrafted(params) -> Answers:
+    """The answers to `ARRIVALS` of an engine that drafts nothing."""
+    return run(make_engine(params, slots=112), ARRIVALS)
 
 
 def propose_by(engine: Engine, propose) -> None:
@@ -56,21 +64,20 @@ class Dice:
 
 
 @pytest.mark.parametrize("propose", [NgramIndex, lambda tokens: Dice(range(VOCAB), len(tokens))], ids=["ngram", "dice"])
-def test_answers_are_those_without_drafts(params, drafting, propose) -> None:
+def test_answers_are_those_without_drafts(undrafted, drafting, propose) -> None:
     """Greedy or drawn, penalised or not, preempted or not. (On one machine these programs do not even round otherwise;
     elsewhere one in a hundred may, at a near tie.)"""
-    arrivals = traffic(120)
-    expected = run(make_engine(params, slots=112), arrivals)
+    expected = undrafted
     propose_by(drafting, propose)
     before = drafting.load()
-    found = run(drafting, arrivals)
+    found = run(drafting, ARRIVALS)
     after = drafting.load()
     assert after.preemptions > before.preemptions
     assert after.drafted_tokens > before.drafted_tokens + 50
     assert after.compiled_after_ready == 0
     assert after.slots_used == 0
     same = [name for name in expected.tokens if found.tokens[name] == expected.tokens[name]]
-    assert len(same) >= 0.99 * len(arrivals)
+    assert len(same) >= 0.99 * len(ARRIVALS)
     for name in same:
         assert found.reasons[name] == expected.reasons[name]
         np.testing.assert_allclose(found.logprobs[name], expected.logprobs[name], atol=1e-4)

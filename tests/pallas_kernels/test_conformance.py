@@ -25,7 +25,7 @@ CASES = [(DTYPES[i % 2], POOLS[i % 3], *heads, i % 4 < 2) for i, heads in enumer
 # Windows of the layers (conftest.WINDOWS), soft cap, sinks, and of the above some that go with them.
 VARIED_NAMES = f"windows soft_cap sinks {NAMES}"
 VARIED = [
-    ("blocks", None, False, "float32", "float32", 4, 4, 64, True),
+    ("blocks", None, False, "float32", "float32", 2, 1, 64, True),
     ("within a block", None, True, "bfloat16", "int8", 6, 2, 96, False),
     ("alternating", 3.0, True, "float32", "bfloat16", 2, 2, 64, True),
     ("two sizes", 3.0, False, "bfloat16", "bfloat16", 4, 1, 80, False),
@@ -152,7 +152,7 @@ def test_random_histories(harness, seed, subject, drawn, varied):
 
 @over_subjects(interpreted=1)
 def test_length_one_prompt_pieces_among_longer_chunks(harness, subject):
-    h = harness(subject)
+    h = harness(subject, heads=1)  # the program of `test_mixed_iterations`
     a, b, c = (h.add_row() for _ in range(3))
     h.check([(a, 1), (b, 9), (c, 1)])
     h.check([(b, 3), (a, 1), (c, 2)])

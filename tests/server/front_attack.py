@@ -7,6 +7,7 @@ health checks and short completions over HTTP and gRPC.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import multiprocessing
@@ -49,6 +50,7 @@ def _json(path: str, **fields: Any) -> Attack:
     return Attack(path, json.dumps(fields, separators=(",", ":")).encode())
 
 
+@functools.cache
 def attacks() -> dict[str, Attack]:
     """Every attack, by name; each body has nearly the most bytes that are taken."""
     ones, letters = [1] * 1_900_000, ["a"] * 900_000
@@ -104,9 +106,8 @@ def attacks() -> dict[str, Attack]:
     return found
 
 
-def attack(name: str, ports: tuple[int, int], done: Any, until: Any) -> None:
+def attack(it: Attack, ports: tuple[int, int], done: Any, until: Any) -> None:
     """Repeats an attack until it is told to end; `done` gets each answer's status. Runs in a process of its own."""
-    it = attacks()[name]
     os.nice(19)  # a caller elsewhere would take no processor time of this machine
     if it.is_grpc:
         options = [("grpc.max_send_message_length", -1)]
@@ -202,14 +203,17 @@ def served(*flags: str) -> Iterator[tuple[int, int]]:
 def under(
     name: str, polite: Polite, ports: tuple[int, int], seconds: float
 ) -> tuple[dict[str, list[float]], list[str]]:
-    """The times of somebody polite during an attack, and what the attacker was answered."""
+    """The times of somebody polite during an attack, for so long and three answers to it, and what these were."""
     context = multiprocessing.get_context("spawn")
     done, until = context.Queue(), context.Event()
-    attacker = context.Process(target=attack, args=(name, ports, done, until))
+    attacker = context.Process(target=attack, args=(attacks()[name], ports, done, until))
     attacker.start()
     try:
         answers = [done.get()]  # it has begun
         times = polite.measure(seconds)
+        while len(answers) + done.qsize() < 3:
+            for what, more in polite.measure(0.2).items():
+                times[what] += more
     finally:
         until.set()
         while attacker.is_alive() or not done.empty():

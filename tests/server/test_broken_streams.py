@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.server import broken_streams
-from tests.server.broken_streams import TOKENS, Ending, check
+from tests.server.broken_streams import CASES, TOKENS, Ending, check
 
 
 @pytest.mark.processes
-def test_twenty_kills(tmp_path: Path) -> None:
-    assert asyncio.run(broken_streams.measure(20, tmp_path)) == []
+@pytest.mark.parametrize("kills", [2 * len(CASES), pytest.param(20, marks=pytest.mark.weekly)])
+def test_many_kills(kills: int, tmp_path: Path) -> None:
+    assert asyncio.run(broken_streams.measure(kills, tmp_path)) == []
 
 
 def test_what_counts_as_wrong() -> None:

@@ -309,7 +309,7 @@ def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> N
 
     async def part(it: Attacked, index: int) -> None:
         # A megabyte each, more than buffers hold; or many that are over soon.
-        count, tokens = (16, 1500) if index % 5 == 4 else (121, 60)
+        count, tokens = (16, 1500) if index == 4 else (110, 20)
         readers = [await connected(it, protocol, receive_buffer=4096) for _ in range(count)]
         handler, begun = it.app.handler, _Begun(tokens)
         handler.observers.append(begun)

@@ -64,7 +64,7 @@ def test_hostile_calls(serve: Serve, hostile: list[tuple[str, bytes, str]]) -> N
     attacked(serve, hostile, resets=20)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(fuzz.together, max_examples=400)
 @given(hostile=st.lists(fuzz.calls, min_size=BATCH, max_size=BATCH))
 def test_ten_thousand_hostile_calls(serve: Serve, hostile: list[tuple[str, bytes, str]]) -> None:

@@ -17,7 +17,12 @@ def model(request) -> models.Model:
     return models.build(models.parse_config(CONFIGS[request.param]))
 
 
-@pytest.fixture(params=models.families())
+# Of these in every run, of the other families in the groups.
+FEW = ("bloom", "falcon", "gemma2", "gpt_oss", "qwen3_moe")
+FAMILIES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in models.families()]
+
+
+@pytest.fixture(params=FAMILIES)
 def plain_model(request) -> models.Model:
     return models.build(models.parse_config(CONFIGS[request.param]))
 

@@ -77,10 +77,8 @@ def rate(machine: Machine, load: float) -> float:
     return load / ((200 * machine.ms(256, 2000) / 256 + 30 * machine.ms(16, 3000) / 16) / 1000)
 
 
-# The same cases in every run: some others gain between 1 and 2%.
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(machine=MACHINES, tightness=st.floats(0.1, 20), **TRAFFIC)
-def test_a_target_delays_first_tokens_only_where_it_gains_much(machine, tightness, requests, load, seed):
+def check_gain(machine: Machine, tightness: float, requests: int, load: float, seed: int) -> None:
+    """First tokens come at most 1.5 times as late as without the target, or the time between tokens is 2% shorter."""
     target = tightness * machine.ms(1, 128) / 1000
     traffic = {"requests": requests, "rate": rate(machine, load), "seed": seed}
     free, paced = (serve(machine, target=each, **traffic) for each in (None, target))
@@ -93,6 +91,20 @@ def test_a_target_delays_first_tokens_only_where_it_gains_much(machine, tightnes
 
 
 CASES = {"machine": MACHINES, "tightness": st.floats(0.1, 20), **TRAFFIC}
+
+
+# The same cases in every run: some others gain between 1 and 2%.
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(**CASES)
+def test_a_target_delays_first_tokens_only_where_it_gains_much(machine, tightness, requests, load, seed):
+    check_gain(machine, tightness, requests, load, seed)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(**CASES)
+def test_a_target_delays_first_tokens_only_where_it_gains_much_in_many_cases(machine, tightness, requests, load, seed):
+    check_gain(machine, tightness, requests, load, seed)
 
 
 def check_first_tokens(machine: Machine, tightness: float, requests: int, load: float, seed: int) -> None:

@@ -21,14 +21,14 @@ TOKENIZER = printable_tokenizer()
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slot_policy": "reserve", "slots": 320},
+        pytest.param({"slot_policy": "reserve", "slots": 320}, marks=pytest.mark.long),
         {"slot_policy": "grow", "slots": 112},
         {"stages": 2},
         pytest.param({"replicas": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor": 3}, marks=pytest.mark.exhaustive),
         {"speculate": "ngram"},
-        {"in_flight": 1},
-        {"scheduler": "request"},
+        pytest.param({"in_flight": 1}, marks=pytest.mark.long),
+        pytest.param({"scheduler": "request"}, marks=pytest.mark.long),
     ],
     ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),
 )

@@ -34,7 +34,7 @@ def test_hostile_requests(serve: Serve, hostile: list[tuple[bytes, str]]) -> Non
     attacked(serve, hostile)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(fuzz.together, max_examples=400)
 @given(hostile=st.lists(requests, min_size=BATCH, max_size=BATCH))
 def test_ten_thousand_hostile_requests(serve: Serve, hostile: list[tuple[bytes, str]]) -> None:
