@@ -294,9 +294,11 @@ def test_required_calls_of_tools_follow_their_schemas(engine) -> None:
     async def scenario() -> None:
         async with serving(engine) as it:
             seen, numbers = set(), set()
-            for seed in range(8):
-                fields: dict[str, Any] = {"seed": seed, "parallel_tool_calls": seed % 2 == 0, "tool_choice": "required"}
-                _, answer = await it.post("/v1/chat/completions", **asked, **fields)
+            fields = [
+                {"seed": seed, "parallel_tool_calls": seed % 2 == 0, "tool_choice": "required"} for seed in range(8)
+            ]
+            found = await asyncio.gather(*(it.post("/v1/chat/completions", **asked, **each) for each in fields))
+            for seed, (_, answer) in enumerate(found):
                 (choice,) = answer["choices"]
                 calls = [call["function"] for call in choice["message"]["tool_calls"]]
                 numbers.add(len(calls))
