@@ -25,6 +25,7 @@ from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.kernels import (
     LEAST_DOT,
     Context,
@@ -163,7 +164,8 @@ def _items(start: jax.Array, count: jax.Array, last: jax.Array, chunk: jax.Array
 def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Array, "n 4"]:
     """Tiles of all chunks longer than one; later ones first, because their contexts are longer."""
     n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
-    size = _prompt_tiling(shape, n_tokens).rows // shape.group
+    tiled = hopper.serves(shape, n_tokens)
+    size = hopper.QUERIES if tiled else _prompt_tiling(shape, n_tokens).rows // shape.group
     lengths = jnp.diff(batch.query_offsets)
     counts = jnp.where(lengths > 1, -(-lengths // size), 0)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -242,7 +244,9 @@ def _attend(
             kernel = partial(combine_kernel, tiling=tiling, shape=shape, window=window)
             out, _ = call(kernel, (decodes, shape.num_heads), 4, 1, (made, context.sinks, meta.decodes), out)
 
-        if meta.prompts is not None:
+        if meta.prompts is not None and hopper.serves(shape, len(q)):
+            out = hopper.attend(q, inputs[1], meta.prompts, out, shape, scale)
+        elif meta.prompts is not None:
             tiling = _prompt_tiling(shape, len(q))
             kernel = partial(tile_kernel, tiling=tiling, **statics)
             grid = (len(meta.prompts), shape.num_kv_heads, 1)
