@@ -174,7 +174,8 @@ def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Arr
     start = batch.query_offsets[chunk] + (place - (ends - counts)[chunk]) * size
     end = jnp.minimum(start + size, batch.query_offsets[chunk + 1])
     last = batch.kv_lens[chunk] - 1 - (batch.query_offsets[chunk + 1] - end)
-    return _items(start, jnp.where(place >= 0, end - start, 0), last, chunk)
+    items = _items(start, jnp.where(place >= 0, end - start, 0), last, chunk)
+    return items[jnp.argsort(jnp.where(place >= 0, -last, 1))] if tiled else items
 
 
 # Static choices.

@@ -1,20 +1,21 @@
 """Attention of prompts on Hopper (sm_90), in Pallas with Mosaic GPU.
 
-One program serves up to 128 queries of one head: FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608). One warpgroup
-copies blocks of the pool to shared memory, a few tiles ahead; each of two others multiplies 64 queries with them on
-tensor cores, and they take turns: one's products run beside the other's softmax. A block table names the source of each
-copy. Tiles that every query sees whole are not masked.
+FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608) over a pool of blocks. A program serves up to 128 queries of one
+head at a time. One of its warpgroups copies blocks to shared memory, a few tiles ahead; a block table names the source
+of each copy. The other two multiply 64 queries each on tensor cores, and they take turns: one's products run beside the
+other's softmax. Tiles that every query sees whole are not masked. There are as many programs as processors, and each
+goes on to its next queries, whose keys are copied meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,10 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.gpu.kernels import Context
 
-_GROUP_QUERIES = 64  # of a warpgroup: the rows of one product
+_OWN = 64  # queries of a warpgroup: the rows of one product
 _GROUPS = 2
-QUERIES = _GROUP_QUERIES * _GROUPS
+QUERIES = _OWN * _GROUPS
 _DEVICES = ("H100", "H200")  # in JAX's names of them
+_PROCESSORS = 132
 _LOG2_E = math.log2(math.e)
 
 
@@ -52,7 +54,7 @@ def serves(shape: AttentionShape, n_tokens: int) -> bool:
 
 
 def tiling_of(shape: AttentionShape) -> Tiling:
-    return Tiling(128, 2 if shape.head_dim > 64 else 4)
+    return Tiling(128, 2)
 
 
 def attend(
@@ -64,85 +66,33 @@ def attend(
     scale: float,
     interpret: Any = False,
 ) -> jax.Array:
-    """`out` with the rows of the items written, in place."""
-    tiling = tiling_of(shape)
+    """`out` with the rows of the items written, in place.
+
+    Args:
+      items: as `GpuMetadata.prompts`, up to `QUERIES` queries each; the longest contexts first, and those without
+        queries last.
+    """
     flat = (-1, shape.block_size, shape.head_dim)
     keys, values = (x.reshape(flat) for x in (context.pool.keys, context.pool.values))
     written = jax.new_ref(out)
-    body = partial(_kernel, tiling=tiling, shape=shape, scale=scale)
     mesh = plgpu.Mesh(
-        grid=(shape.num_heads, len(items)),
-        grid_names=("head", "item"),
+        grid=(min(_PROCESSORS, shape.num_heads * len(items)),),
+        grid_names=("program",),
         num_threads=_GROUPS + 1,
         thread_name="group",
     )
+    inputs = (q, keys, values, context.tables, context.first_block, items)
     slopes = () if context.slopes is None else (context.slopes,)
-    inputs = (q, keys, values, context.tables, context.first_block, items, *slopes)
     pl.kernel(
-        body,
+        partial(_kernel, tiling=tiling_of(shape), shape=shape, factor=scale * _LOG2_E),
         mesh=mesh,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=False
+        ),
         interpret=interpret,
         name="prompt_kernel",
-    )(written, *inputs)
+    )(written, *inputs, *slopes)
     return jax.freeze(written)
-
-
-def _kernel(
-    out: Any,
-    q: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    first_block: Any,
-    items: Any,
-    *slopes: Any,
-    tiling: Tiling,
-    shape: AttentionShape,
-    scale: float,
-) -> None:
-    item = lax.axis_index("item")
-    start, count, last, chunk = (items[item, i] for i in range(4))
-    dims, slots = shape.head_dim, tiling.slots
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    tile = partial(plgpu.SMEM, dtype=q.dtype, transforms=swizzled)
-    copies = slots // shape.block_size
-
-    @pl.when(count > 0)
-    def _attend() -> None:
-        def roles(rows: Any, queries: Any, tiles: _Tiles, turn: Any) -> None:
-            group = lax.axis_index("group")
-            n_tiles = lax.div(last, slots) + 1
-
-            @pl.when(group == _GROUPS)
-            def _copy() -> None:
-                plgpu.set_max_registers(40, action="decrease")
-                _copy_tiles(keys, values, tables, first_block, chunk, last, n_tiles, tiles, tiling, shape)
-
-            @pl.when(group < _GROUPS)
-            def _compute() -> None:
-                plgpu.set_max_registers(232, action="increase")
-                work = _Work(start, count, last, n_tiles, group)
-                _compute_queries(q, out, slopes, work, rows, queries, tiles, turn, tiling, shape, scale)
-
-        pl.run_scoped(
-            roles,
-            (
-                plgpu.SMEM((_GROUPS, _GROUP_QUERIES, dims), q.dtype),
-                plgpu.Barrier(num_barriers=_GROUPS),
-            ),
-            tile((_GROUPS, _GROUP_QUERIES, dims)),
-            _Tiles(
-                tile((tiling.stages, slots, dims)),
-                tile((tiling.stages, slots, dims)),
-                plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.stages),
-                plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.stages),
-                plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=tiling.stages),
-                plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=tiling.stages),
-            ),
-            plgpu.Barrier(num_arrivals=_GROUPS),
-            collective_axes="group",
-        )
 
 
 class _Tiles(NamedTuple):
@@ -156,14 +106,118 @@ class _Tiles(NamedTuple):
     values_free: Any
 
 
-class _Work(NamedTuple):
-    """The queries of a program, and which warpgroup this is."""
+class _Rows(NamedTuple):
+    """Queries and outputs of the warpgroups in shared memory."""
 
-    start: jax.Array
-    count: jax.Array
-    last: jax.Array
-    n_tiles: jax.Array
-    group: jax.Array
+    loaded: Any  # as copied: row after row
+    arrived: Any  # barrier of that copy
+    queries: Any  # as tensor cores read them
+    outputs: Any
+
+
+class _Item(NamedTuple):
+    """Queries that a program serves together."""
+
+    head: jax.Array
+    start: jax.Array  # first flat token
+    count: jax.Array  # 0: this program has no more
+    last: jax.Array  # position of the last
+    chunk: jax.Array
+
+
+def _kernel(
+    out: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    first_block: Any,
+    items: Any,
+    *slopes: Any,
+    tiling: Tiling,
+    shape: AttentionShape,
+    factor: float,
+) -> None:
+    def roles(tiles: _Tiles, rows: _Rows, turn: Any) -> None:
+        group = lax.axis_index("group")
+
+        @pl.when(group == _GROUPS)
+        def _copy() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            copy = partial(_copy_tiles, keys, values, tables, first_block, tiles, tiling, shape)
+            _over_items(items, shape, jnp.int32(0), lambda item, _, at: copy(item, at))
+
+        @pl.when(group < _GROUPS)
+        def _compute() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            own = _Rows(*(x.at[group] for x in rows))
+            for stage in range(tiling.stages):
+                plgpu.barrier_arrive(tiles.keys_free.at[stage])
+                plgpu.barrier_arrive(tiles.values_free.at[stage])
+            pl.when(group == 1)(lambda: _take_turns(turn))
+            slope = slopes[0] if slopes else None
+            compute = partial(_compute_queries, group, out, slope, own, tiles, turn, tiling, shape, factor)
+
+            def load(item: _Item) -> None:
+                first = item.start + group * _OWN
+                plgpu.copy_gmem_to_smem(q.at[pl.ds(first, _OWN), item.head], own.loaded, own.arrived)
+
+            foremost = _item(items, jnp.int32(0), shape)
+            pl.when(foremost.count > 0)(lambda: load(foremost))
+            _over_items(items, shape, jnp.int32(0), partial(compute, load))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(group == 0)(lambda: _take_turns(turn))
+
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tile = plgpu.SMEM((tiling.stages, tiling.slots, shape.head_dim), q.dtype, transforms=swizzled)
+    own = (_GROUPS, _OWN, shape.head_dim)
+    full = plgpu.Barrier(num_arrivals=tiling.slots // shape.block_size, num_barriers=tiling.stages)
+    free = plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=tiling.stages)
+    pl.run_scoped(
+        roles,
+        _Tiles(tile, tile, full, full, free, free),
+        _Rows(
+            loaded=plgpu.SMEM(own, q.dtype),
+            arrived=plgpu.Barrier(num_barriers=_GROUPS),
+            queries=plgpu.SMEM(own, q.dtype, transforms=swizzled),
+            outputs=plgpu.SMEM(own, q.dtype),
+        ),
+        plgpu.Barrier(num_arrivals=_GROUPS),
+        collective_axes="group",
+    )
+
+
+def _item(items: Any, index: jax.Array, shape: AttentionShape) -> _Item:
+    """A program's item of an index.
+
+    Programs take turns at picking the longest that is left, in one order and then the other.
+    """
+    programs, program = lax.axis_size("program"), lax.axis_index("program")
+    turn = jnp.where(lax.rem(index, 2) == 0, program, programs - 1 - program)
+    task = index * programs + turn
+    row = lax.div(task, shape.num_heads)
+    there = row < items.shape[0]
+    row = jnp.minimum(row, items.shape[0] - 1)
+    start, count, last, chunk = (items[row, i] for i in range(4))
+    return _Item(lax.rem(task, shape.num_heads), start, jnp.where(there, count, 0), last, chunk)
+
+
+def _over_items(
+    items: Any, shape: AttentionShape, at: jax.Array, body: Callable[[_Item, _Item, jax.Array], jax.Array]
+) -> None:
+    """Run at = body(item, next item, at) for each item of this program."""
+
+    def step(carry: tuple[jax.Array, _Item, jax.Array]) -> tuple[jax.Array, _Item, jax.Array]:
+        index, item, at = carry
+        after = _item(items, index + 1, shape)
+        return index + 1, after, body(item, after, at)
+
+    lax.while_loop(lambda carry: carry[1].count > 0, step, (jnp.int32(0), _item(items, jnp.int32(0), shape), at))
+
+
+def _take_turns(turn: Any) -> None:
+    plgpu.barrier_arrive(turn)
+    plgpu.barrier_wait(turn)
 
 
 def _copy_tiles(
@@ -171,176 +225,177 @@ def _copy_tiles(
     values: Any,
     tables: Any,
     first_block: Any,
-    chunk: jax.Array,
-    last: jax.Array,
-    n_tiles: jax.Array,
     tiles: _Tiles,
     tiling: Tiling,
     shape: AttentionShape,
-) -> None:
-    """Copy the tiles of a context to shared memory, each block as its table entry says.
+    item: _Item,
+    at: jax.Array,
+) -> jax.Array:
+    """Copy the tiles of an item's context to shared memory, each block as its table entry says.
 
     Behind the last block, that block is copied again.
-    """
-    size, slots = shape.block_size, tiling.slots
-    per_tile = slots // size
-    kv_head = lax.div(lax.axis_index("head"), shape.group)
-    last_column = lax.div(last, size)
-    first = first_block[0]
 
-    def copy(i: jax.Array, wait: bool) -> None:
-        stage = lax.rem(i, tiling.stages)
+    Args:
+      at: tiles copied before, by all items.
+
+    Returns: tiles copied now.
+    """
+    size = shape.block_size
+    per_tile = tiling.slots // size
+    kv_head = lax.div(item.head, shape.group)
+    last_column = lax.div(item.last, size)
+    first = first_block[0]
+    n_tiles = lax.div(item.last, tiling.slots) + 1
+
+    @pl.loop(0, n_tiles)
+    def _copy(i: jax.Array) -> None:
+        stage = lax.rem(at + i, tiling.stages)
         blocks = [
-            (tables[chunk, jnp.minimum(i * per_tile + j, last_column)] + first) * shape.num_kv_heads + kv_head
+            (tables[item.chunk, jnp.minimum(i * per_tile + j, last_column)] + first) * shape.num_kv_heads + kv_head
             for j in range(per_tile)
         ]
         for pool, held, full, free in (
             (keys, tiles.keys, tiles.keys_full, tiles.keys_free),
             (values, tiles.values, tiles.values_full, tiles.values_free),
         ):
-            if wait:
-                plgpu.barrier_wait(free.at[stage])
+            plgpu.barrier_wait(free.at[stage])
             for j, block in enumerate(blocks):
                 plgpu.copy_gmem_to_smem(pool.at[block], held.at[stage, pl.ds(j * size, size)], full.at[stage])
 
-    ahead = jnp.minimum(n_tiles, tiling.stages)
-    pl.loop(0, ahead)(partial(copy, wait=False))
-    pl.loop(ahead, n_tiles)(partial(copy, wait=True))
+    return at + n_tiles
 
 
 def _compute_queries(
-    q: Any,
+    group: jax.Array,
     out: Any,
-    slopes: tuple[Any, ...],
-    work: _Work,
-    rows: tuple[Any, Any],
-    queries: Any,
+    slopes: Any,
+    own: _Rows,
     tiles: _Tiles,
     turn: Any,
     tiling: Tiling,
     shape: AttentionShape,
-    scale: float,
-) -> None:
-    """Attention of a warpgroup's queries, written to their rows of `out`."""
-    dims, slots, stages = shape.head_dim, tiling.slots, tiling.stages
-    head = lax.axis_index("head")
-    group, last = work.group, work.last
-    own, own_loaded = rows[0].at[group], rows[1].at[group]
-    queries = queries.at[group]
-    first_token = work.start + group * _GROUP_QUERIES
-    n_rows = jnp.clip(work.count - group * _GROUP_QUERIES, 0, _GROUP_QUERIES)
-    first = last + 1 - work.count + group * _GROUP_QUERIES  # position of the first query
-    factor = scale * _LOG2_E
+    factor: float,
+    load: Callable[[_Item], None],
+    item: _Item,
+    after: _Item,
+    at: jax.Array,
+) -> jax.Array:
+    """Attention of a warpgroup's part of an item, written to its rows of `out`.
+
+    Args:
+      load: starts the copy of an item's queries.
+      at: tiles copied before this item's.
+
+    Returns: tiles copied with this item's.
+    """
+    slots, stages = tiling
     by_row, by_both = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
+    first = item.last + 1 - item.count + group * _OWN  # position of the first query
+    slope = None if slopes is None else slopes[item.head] * _LOG2_E
 
-    plgpu.copy_gmem_to_smem(q.at[pl.ds(first_token, _GROUP_QUERIES), head], own, own_loaded)
-    plgpu.barrier_wait(own_loaded)
-    queries[...] = plgpu.load(own, layout=by_both, optimized=False)
+    plgpu.barrier_wait(own.arrived)
+    own.queries[...] = plgpu.load(own.loaded, layout=by_both, optimized=False)
     plgpu.commit_smem()
+    pl.when(after.count > 0)(lambda: load(after))
 
-    def take_turns() -> None:
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
-
-    seen_tiles = jnp.where(n_rows > 0, jnp.minimum(lax.div(first + _GROUP_QUERIES - 1, slots) + 1, work.n_tiles), 0)
+    n_tiles = lax.div(item.last, slots) + 1
+    # A warpgroup without queries computes a tile for nobody.
+    seen_tiles = jnp.clip(lax.div(first + _OWN - 1, slots) + 1, 1, n_tiles)
     whole_tiles = jnp.minimum(lax.div(first + 1, slots), seen_tiles)
-    slope = slopes[0][head] * _LOG2_E if slopes else None
 
-    def step(i: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+    def stage_of(i: jax.Array) -> jax.Array:
+        return lax.rem(at + i, stages)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, ...], masked: bool = False) -> tuple[jax.Array, ...]:
         acc, maximum, total = carry
-        stage = lax.rem(i, stages)
+        stage = stage_of(i)
 
-        def scores_of(products: Any) -> jax.Array:
-            plgpu.wgmma(products, queries, tiles.keys.at[stage].transpose((1, 0)))
-            take_turns()
+        def multiply_keys(products: Any) -> jax.Array:
+            plgpu.wgmma(products, own.queries, tiles.keys.at[stage].transpose((1, 0)))
+            _take_turns(turn)
             return products[...]
 
-        scores = pl.run_scoped(scores_of, plgpu.ACC((_GROUP_QUERIES, slots), jnp.float32))
+        scores = pl.run_scoped(multiply_keys, plgpu.ACC((_OWN, slots), jnp.float32))
         plgpu.barrier_arrive(tiles.keys_free.at[stage])
-
-        iota = partial(plgpu.broadcasted_iota, jnp.int32, (_GROUP_QUERIES, slots), layout=by_both)
+        iota = partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=by_both)
         base = i * slots
         if slope is not None:
             scores = scores * factor + iota(1).astype(jnp.float32) * slope
         if masked:
             scores = jnp.where(iota(0) + (first - base) >= iota(1), scores, -jnp.inf)
         highest = jnp.max(scores, axis=1)
-        offset = jnp.float32(0)
-        if slope is not None:
-            offset = slope * (base - last).astype(jnp.float32)
-            highest += offset
-        else:
-            highest *= factor
-        raised = jnp.maximum(maximum, highest)
-        shrink = jnp.exp2(maximum - raised)
-        if slope is not None:
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(raised - offset, scores.shape, [0]))
-        else:
+        if slope is None:
+            raised = jnp.maximum(maximum, highest * factor)
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(raised, scores.shape, [0]))
+        else:  # biases count from the tile's first slot, and maxima from the item's last query
+            offset = slope * (base - item.last).astype(jnp.float32)
+            raised = jnp.maximum(maximum, highest + offset)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(raised - offset, scores.shape, [0]))
+        shrink = jnp.exp2(maximum - raised)
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        rounded = weights.astype(q.dtype)
+        rounded = weights.astype(out.dtype)
         total = total * shrink + jnp.sum(weights, axis=1)
         acc, raised, total, rounded = lax.optimization_barrier((acc, raised, total, rounded))
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(tiles.values_full.at[stage])
         plgpu.barrier_wait(turn)
         if masked:
+            unused = (i == n_tiles - 1) & (item.last - base < slots - 1)
+            pl.when(unused)(lambda: _clear_tail(tiles.values.at[stage], item.last - base, slots))
 
-            @pl.when(i == work.n_tiles - 1)
-            def _clear() -> None:
-                _clear_tail(tiles.values.at[stage], last - base, slots)
-
-        def add(acc: Any) -> None:
+        def multiply_values(acc: Any) -> None:
             plgpu.wgmma(acc, rounded, tiles.values.at[stage])
+            pl.when(i + 1 < seen_tiles)(lambda: plgpu.barrier_wait(tiles.keys_full.at[stage_of(i + 1)]))
 
-            @pl.when(i + 1 < seen_tiles)
-            def _wait() -> None:
-                plgpu.barrier_wait(tiles.keys_full.at[lax.rem(i + 1, stages)])
-
-        acc = pl.run_state(add)(plgpu.ACC.init(acc))
+        acc = pl.run_state(multiply_values)(plgpu.ACC.init(acc))
         plgpu.barrier_arrive(tiles.values_free.at[stage])
         return acc, raised, total
 
     def skip(i: jax.Array, _: None) -> None:
         """A tile of the other warpgroup only."""
-        stage = lax.rem(i, stages)
+        stage = stage_of(i)
+        plgpu.barrier_wait(tiles.keys_full.at[stage])
         plgpu.barrier_arrive(tiles.keys_free.at[stage])
+        _take_turns(turn)
+        plgpu.barrier_wait(tiles.values_full.at[stage])
         plgpu.barrier_arrive(tiles.values_free.at[stage])
-        take_turns()
-        take_turns()
+        _take_turns(turn)
 
-    pl.when(seen_tiles > 0)(lambda: plgpu.barrier_wait(tiles.keys_full.at[0]))
-    pl.when(group == 1)(take_turns)
+    plgpu.barrier_wait(tiles.keys_full.at[stage_of(jnp.int32(0))])
     carry = (
-        plgpu.layout_cast(jnp.zeros((_GROUP_QUERIES, dims), jnp.float32), by_both),
-        plgpu.layout_cast(jnp.full((_GROUP_QUERIES,), -jnp.inf, jnp.float32), by_row),
-        plgpu.layout_cast(jnp.zeros((_GROUP_QUERIES,), jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((_OWN, shape.head_dim), jnp.float32), by_both),
+        plgpu.layout_cast(jnp.full((_OWN,), -jnp.inf, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((_OWN,), jnp.float32), by_row),
     )
-    carry = lax.fori_loop(0, whole_tiles, partial(step, masked=False), carry)
+    carry = lax.fori_loop(0, whole_tiles, step, carry)
     acc, _, total = lax.fori_loop(whole_tiles, seen_tiles, partial(step, masked=True), carry)
-    lax.fori_loop(seen_tiles, work.n_tiles, skip, None)
-    pl.when(group == 0)(take_turns)
+    lax.fori_loop(seen_tiles, n_tiles, skip, None)
 
-    own[...] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])).astype(out.dtype)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the item before
+    own.outputs[...] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])).astype(out.dtype)
     plgpu.commit_smem()
+    _write(own.outputs, out, item.start + group * _OWN, item.count - group * _OWN, item.head)
+    return at + n_tiles
 
-    @pl.when(n_rows == _GROUP_QUERIES)
-    def _write() -> None:
-        plgpu.copy_smem_to_gmem(own, out.at[pl.ds(first_token, _GROUP_QUERIES), head])
 
-    @pl.when(n_rows < _GROUP_QUERIES)
-    def _write_some() -> None:
-        @pl.loop(0, n_rows)
-        def _write_row(row: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(own.at[row], out.at[first_token + row, head])
+def _write(outputs: Any, out: Any, first: jax.Array, count: jax.Array, head: jax.Array) -> None:
+    """Start the copies of a warpgroup's outputs, of `count` queries at most."""
 
-    plgpu.wait_smem_to_gmem(0)
+    @pl.when(count >= _OWN)
+    def _all() -> None:
+        plgpu.copy_smem_to_gmem(outputs, out.at[pl.ds(first, _OWN), head])
+
+    @pl.when(count < _OWN)
+    def _some() -> None:
+        @pl.loop(0, jnp.maximum(count, 0))
+        def _row(row: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(outputs.at[row], out.at[first + row, head])
 
 
 def _clear_tail(values: Any, last: jax.Array, slots: int) -> None:
     """Zero the slots behind the last one in use: they may hold NaN, and 0 * NaN is NaN."""
-    for at in range(0, slots, _GROUP_QUERIES):
-        part = values.at[pl.ds(at, _GROUP_QUERIES)]
+    for at in range(0, slots, _OWN):
+        part = values.at[pl.ds(at, _OWN)]
         held = plgpu.load(part, layout=plgpu.Layout.WGMMA)
         slot = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
         part[...] = jnp.where(slot + at <= last, held, jnp.zeros_like(held))
