@@ -66,7 +66,7 @@ def attend(
     scale: float,
     interpret: Any = False,
 ) -> jax.Array:
-    """`out` with the rows of the items written, in place.
+    """`out` with the rows of the items written, in place; `scale` must be positive.
 
     Args:
       items: as `GpuMetadata.prompts`, up to `QUERIES` queries each; the longest contexts first, and those without
@@ -87,7 +87,7 @@ def attend(
         partial(_kernel, tiling=tiling_of(shape), shape=shape, factor=scale * _LOG2_E),
         mesh=mesh,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=False
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
         name="prompt_kernel",
@@ -289,9 +289,16 @@ def _compute_queries(
     Returns: tiles copied with this item's.
     """
     slots, stages = tiling
-    by_row, by_both = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
+    by_both, by_row, by_column = (plgpu.Layout.WGMMA, *map(plgpu.Layout.WGMMA.reduce, (1, 0)))
+    rows, columns = (
+        plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout) for n, layout in ((_OWN, by_row), (slots, by_column))
+    )
     first = item.last + 1 - item.count + group * _OWN  # position of the first query
-    slope = None if slopes is None else slopes[item.head] * _LOG2_E
+    if slopes is None:
+        slope, biases = jnp.float32(0), plgpu.layout_cast(jnp.zeros((_OWN, slots), jnp.float32), by_both)
+    else:
+        slope = slopes[item.head] * _LOG2_E
+        biases = lax.broadcast_in_dim(columns.astype(jnp.float32) * (slope / factor), (_OWN, slots), [1])
 
     plgpu.barrier_wait(own.arrived)
     own.queries[...] = plgpu.load(own.loaded, layout=by_both, optimized=False)
@@ -310,27 +317,20 @@ def _compute_queries(
         acc, maximum, total = carry
         stage = stage_of(i)
 
-        def multiply_keys(products: Any) -> jax.Array:
-            plgpu.wgmma(products, own.queries, tiles.keys.at[stage].transpose((1, 0)))
+        def multiply_keys(scores: Any) -> None:
+            plgpu.wgmma(scores, own.queries, tiles.keys.at[stage].transpose((1, 0)))
             _take_turns(turn)
-            return products[...]
 
-        scores = pl.run_scoped(multiply_keys, plgpu.ACC((_OWN, slots), jnp.float32))
+        scores = pl.run_state(multiply_keys)(plgpu.ACC.init(biases))
         plgpu.barrier_arrive(tiles.keys_free.at[stage])
-        iota = partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=by_both)
         base = i * slots
-        if slope is not None:
-            scores = scores * factor + iota(1).astype(jnp.float32) * slope
         if masked:
-            scores = jnp.where(iota(0) + (first - base) >= iota(1), scores, -jnp.inf)
-        highest = jnp.max(scores, axis=1)
-        if slope is None:
-            raised = jnp.maximum(maximum, highest * factor)
-            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(raised, scores.shape, [0]))
-        else:  # biases count from the tile's first slot, and maxima from the item's last query
-            offset = slope * (base - item.last).astype(jnp.float32)
-            raised = jnp.maximum(maximum, highest + offset)
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(raised - offset, scores.shape, [0]))
+            positions, slot = (lax.broadcast_in_dim(x, scores.shape, [n]) for n, x in enumerate((rows + (first - base), columns)))
+            scores = jnp.where(slot <= positions, scores, -jnp.inf)
+        # A tile's biases count from its first slot; the maxima, from the item's last query.
+        offset = slope * (base - item.last).astype(jnp.float32)
+        raised = jnp.maximum(maximum, jnp.max(scores, axis=1) * factor + offset)
+        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(raised - offset, scores.shape, [0]))
         shrink = jnp.exp2(maximum - raised)
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         rounded = weights.astype(out.dtype)
