@@ -1,8 +1,8 @@
 """Attention of prompts on Hopper (sm_90), in Pallas with Mosaic GPU.
 
 FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608) over a pool of blocks. A program serves up to 128 queries of one
-head at a time. One of its warpgroups copies blocks to shared memory, a few tiles ahead; a block table names the source
-of each copy. The other two multiply 64 queries each on tensor cores, and they take turns: one's products run beside the
+head at a time. One of its warpgroups copies blocks to shared memory, a tile ahead; a block table names the source of
+each copy. The other two multiply 64 queries each on tensor cores, and they take turns: one's products run beside the
 other's softmax. Tiles that every query sees whole are not masked. There are as many programs as processors, and each
 goes on to its next queries, whose keys are copied meanwhile.
 """
@@ -23,27 +23,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.gpu.kernels import Context
 
-_OWN = 64  # queries of a warpgroup: the rows of one product
-_GROUPS = 2
-QUERIES = _OWN * _GROUPS
 _DEVICES = ("H100", "H200")  # in JAX's names of them
 _PROCESSORS = 132
+# A step is one command buffer, which Mosaic's kernels interrupt: not for buckets whose attention takes microseconds.
+_LEAST_TOKENS = 512
+_GROUPS = 2  # warpgroups that multiply
+_OWN = 64  # queries of each: the rows of one product
+QUERIES = _OWN * _GROUPS
+_SLOTS, _STAGES = 128, 2  # of a tile, and tiles in shared memory
 _LOG2_E = math.log2(math.e)
 
 
-class Tiling(NamedTuple):
-    """Slots of a tile, and tiles in shared memory."""
-
-    slots: int
-    stages: int
-
-
 def serves(shape: AttentionShape, n_tokens: int) -> bool:
-    """Whether `attend` serves prompts of a shape, in a bucket of so many tokens, on its device."""
+    """Whether `attend` serves the prompts of a shape and a bucket on its device."""
     return (
         jax.__version_info__ >= (0, 11)
         and any(name in shape.device_kind for name in _DEVICES)
-        and n_tokens >= QUERIES
+        and n_tokens >= _LEAST_TOKENS
         and shape.head_dim in (64, 128)
         and shape.dtype == shape.pool_dtype == jnp.bfloat16
         and shape.block_size in (8, 16, 32, 64, 128)
@@ -53,10 +49,6 @@ def serves(shape: AttentionShape, n_tokens: int) -> bool:
     )
 
 
-def tiling_of(shape: AttentionShape) -> Tiling:
-    return Tiling(128, 2)
-
-
 def attend(
     q: jax.Array,
     context: Context,
@@ -64,35 +56,45 @@ def attend(
     out: jax.Array,
     shape: AttentionShape,
     scale: float,
-    interpret: Any = False,
+    interpret: bool,
 ) -> jax.Array:
     """`out` with the rows of the items written, in place; `scale` must be positive.
 
     Args:
-      items: as `GpuMetadata.prompts`, up to `QUERIES` queries each; the longest contexts first, and those without
-        queries last.
+      items: as `GpuMetadata.prompts`, of up to `QUERIES` queries: the longest contexts first, and items without queries
+        last.
     """
     flat = (-1, shape.block_size, shape.head_dim)
     keys, values = (x.reshape(flat) for x in (context.pool.keys, context.pool.values))
-    written = jax.new_ref(out)
     mesh = plgpu.Mesh(
         grid=(min(_PROCESSORS, shape.num_heads * len(items)),),
         grid_names=("program",),
         num_threads=_GROUPS + 1,
         thread_name="group",
     )
-    inputs = (q, keys, values, context.tables, context.first_block, items)
-    slopes = () if context.slopes is None else (context.slopes,)
-    pl.kernel(
-        partial(_kernel, tiling=tiling_of(shape), shape=shape, factor=scale * _LOG2_E),
+    kernel = pl.kernel(
+        partial(_kernel, shape=shape, factor=scale * _LOG2_E, interpret=interpret),
         mesh=mesh,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
         name="prompt_kernel",
-    )(written, *inputs, *slopes)
-    return jax.freeze(written)
+    )
+    refs = _Refs(jax.new_ref(out), q, keys, values, context.tables, context.first_block, items, context.slopes)
+    kernel(refs)
+    return jax.freeze(refs.out)
+
+
+class _Refs(NamedTuple):
+    """Arrays in global memory; keys and values are [blocks times KV heads, block_size, D]."""
+
+    out: Any
+    q: Any
+    keys: Any
+    values: Any
+    tables: Any
+    first_block: Any
+    items: Any
+    slopes: Any
 
 
 class _Tiles(NamedTuple):
@@ -107,7 +109,7 @@ class _Tiles(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Queries and outputs of the warpgroups in shared memory."""
+    """Queries and outputs of warpgroups in shared memory."""
 
     loaded: Any  # as copied: row after row
     arrived: Any  # barrier of that copy
@@ -116,7 +118,7 @@ class _Rows(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """Queries that a program serves together."""
+    """Queries of one head that a program serves together."""
 
     head: jax.Array
     start: jax.Array  # first flat token
@@ -124,77 +126,80 @@ class _Item(NamedTuple):
     last: jax.Array  # position of the last
     chunk: jax.Array
 
+    @property
+    def n_tiles(self) -> jax.Array:
+        return lax.div(self.last, _SLOTS) + 1
 
-def _kernel(
-    out: Any,
-    q: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    first_block: Any,
-    items: Any,
-    *slopes: Any,
-    tiling: Tiling,
-    shape: AttentionShape,
-    factor: float,
-) -> None:
+
+def _kernel(refs: _Refs, *, shape: AttentionShape, factor: float, interpret: bool) -> None:
     def roles(tiles: _Tiles, rows: _Rows, turn: Any) -> None:
         group = lax.axis_index("group")
 
         @pl.when(group == _GROUPS)
         def _copy() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            copy = partial(_copy_tiles, keys, values, tables, first_block, tiles, tiling, shape)
-            _over_items(items, shape, jnp.int32(0), lambda item, _, at: copy(item, at))
+            plgpu.set_max_registers(32, action="decrease")
+            _over_items(refs.items, shape, lambda item, _, before: _copy_tiles(refs, tiles, shape, item, before))
+            for stage in range(_STAGES):
+                plgpu.barrier_wait(tiles.keys_free.at[stage])
+                plgpu.barrier_wait(tiles.values_free.at[stage])
 
         @pl.when(group < _GROUPS)
         def _compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             own = _Rows(*(x.at[group] for x in rows))
-            for stage in range(tiling.stages):
+            for stage in range(_STAGES):
                 plgpu.barrier_arrive(tiles.keys_free.at[stage])
                 plgpu.barrier_arrive(tiles.values_free.at[stage])
             pl.when(group == 1)(lambda: _take_turns(turn))
-            slope = slopes[0] if slopes else None
-            compute = partial(_compute_queries, group, out, slope, own, tiles, turn, tiling, shape, factor)
+            first = _item(refs.items, jnp.int32(0), shape)
+            pl.when(first.count > 0)(lambda: _load_queries(refs.q, own, group, first))
 
-            def load(item: _Item) -> None:
-                first = item.start + group * _OWN
-                plgpu.copy_gmem_to_smem(q.at[pl.ds(first, _OWN), item.head], own.loaded, own.arrived)
+            def compute(item: _Item, after: _Item, before: jax.Array) -> None:
+                slope = None if refs.slopes is None else refs.slopes[item.head] * _LOG2_E
+                plgpu.barrier_wait(own.arrived)
+                own.queries[...] = plgpu.load(own.loaded, layout=plgpu.Layout.WGMMA, optimized=False)
+                plgpu.commit_smem()
+                pl.when(after.count > 0)(lambda: _load_queries(refs.q, own, group, after))
+                first = item.last + 1 - item.count + group * _OWN  # position of the first query
+                result = _attention(item, first, before, slope, own.queries, tiles, turn, factor, interpret)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the item before
+                own.outputs[...] = result.astype(own.outputs.dtype)
+                plgpu.commit_smem()
+                _write(own.outputs, refs.out, group, item)
 
-            foremost = _item(items, jnp.int32(0), shape)
-            pl.when(foremost.count > 0)(lambda: load(foremost))
-            _over_items(items, shape, jnp.int32(0), partial(compute, load))
+            _over_items(refs.items, shape, compute)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(group == 0)(lambda: _take_turns(turn))
 
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    tile = plgpu.SMEM((tiling.stages, tiling.slots, shape.head_dim), q.dtype, transforms=swizzled)
     own = (_GROUPS, _OWN, shape.head_dim)
-    full = plgpu.Barrier(num_arrivals=tiling.slots // shape.block_size, num_barriers=tiling.stages)
-    free = plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=tiling.stages)
+    tile = plgpu.SMEM((_STAGES, _SLOTS, shape.head_dim), shape.dtype, transforms=swizzled)
+    full = plgpu.Barrier(num_arrivals=_SLOTS // shape.block_size, num_barriers=_STAGES)
+    free = plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=_STAGES)
     pl.run_scoped(
         roles,
         _Tiles(tile, tile, full, full, free, free),
         _Rows(
-            loaded=plgpu.SMEM(own, q.dtype),
+            loaded=plgpu.SMEM(own, shape.dtype),
             arrived=plgpu.Barrier(num_barriers=_GROUPS),
-            queries=plgpu.SMEM(own, q.dtype, transforms=swizzled),
-            outputs=plgpu.SMEM(own, q.dtype),
+            queries=plgpu.SMEM(own, shape.dtype, transforms=swizzled),
+            outputs=plgpu.SMEM(own, shape.dtype),
         ),
         plgpu.Barrier(num_arrivals=_GROUPS),
         collective_axes="group",
     )
 
 
+# Work of a program.
+
+
 def _item(items: Any, index: jax.Array, shape: AttentionShape) -> _Item:
     """A program's item of an index.
 
-    Programs take turns at picking the longest that is left, in one order and then the other.
+    Programs pick the longest that is left, in one order and then the other.
     """
     programs, program = lax.axis_size("program"), lax.axis_index("program")
-    turn = jnp.where(lax.rem(index, 2) == 0, program, programs - 1 - program)
-    task = index * programs + turn
+    task = index * programs + jnp.where(lax.rem(index, 2) == 0, program, programs - 1 - program)
     row = lax.div(task, shape.num_heads)
     there = row < items.shape[0]
     row = jnp.minimum(row, items.shape[0] - 1)
@@ -202,17 +207,64 @@ def _item(items: Any, index: jax.Array, shape: AttentionShape) -> _Item:
     return _Item(lax.rem(task, shape.num_heads), start, jnp.where(there, count, 0), last, chunk)
 
 
-def _over_items(
-    items: Any, shape: AttentionShape, at: jax.Array, body: Callable[[_Item, _Item, jax.Array], jax.Array]
-) -> None:
-    """Run at = body(item, next item, at) for each item of this program."""
+def _over_items(items: Any, shape: AttentionShape, body: Callable[[_Item, _Item, jax.Array], None]) -> None:
+    """Run body(item, the next item, tiles before it) for each item of this program."""
 
     def step(carry: tuple[jax.Array, _Item, jax.Array]) -> tuple[jax.Array, _Item, jax.Array]:
-        index, item, at = carry
+        index, item, before = carry
         after = _item(items, index + 1, shape)
-        return index + 1, after, body(item, after, at)
+        body(item, after, before)
+        return index + 1, after, before + item.n_tiles
 
-    lax.while_loop(lambda carry: carry[1].count > 0, step, (jnp.int32(0), _item(items, jnp.int32(0), shape), at))
+    none = jnp.int32(0)
+    lax.while_loop(lambda carry: carry[1].count > 0, step, (none, _item(items, none, shape), none))
+
+
+# Copies.
+
+
+def _copy_tiles(refs: _Refs, tiles: _Tiles, shape: AttentionShape, item: _Item, before: jax.Array) -> None:
+    """Copy the tiles of an item's context to shared memory; behind the last block, copy that block again."""
+    size = shape.block_size
+    per_tile = _SLOTS // size
+    kv_head, last_column = lax.div(item.head, shape.group), lax.div(item.last, size)
+    first = refs.first_block[0]
+
+    @pl.loop(0, item.n_tiles)
+    def _copy(i: jax.Array) -> None:
+        stage = lax.rem(before + i, _STAGES)
+        columns = [jnp.minimum(i * per_tile + j, last_column) for j in range(per_tile)]
+        blocks = [(refs.tables[item.chunk, column] + first) * shape.num_kv_heads + kv_head for column in columns]
+        for pool, held, full, free in (
+            (refs.keys, tiles.keys, tiles.keys_full, tiles.keys_free),
+            (refs.values, tiles.values, tiles.values_full, tiles.values_free),
+        ):
+            plgpu.barrier_wait(free.at[stage])
+            for j, block in enumerate(blocks):
+                plgpu.copy_gmem_to_smem(pool.at[block], held.at[stage, pl.ds(j * size, size)], full.at[stage])
+
+
+def _load_queries(q: Any, own: _Rows, group: jax.Array, item: _Item) -> None:
+    """Start the copy of a warpgroup's queries; rows behind the last token are zeros."""
+    plgpu.copy_gmem_to_smem(q.at[pl.ds(item.start + group * _OWN, _OWN), item.head], own.loaded, own.arrived)
+
+
+def _write(outputs: Any, out: Any, group: jax.Array, item: _Item) -> None:
+    """Start the copies of a warpgroup's outputs: of its queries' rows and no others."""
+    first, count = item.start + group * _OWN, item.count - group * _OWN
+
+    @pl.when(count >= _OWN)
+    def _all() -> None:
+        plgpu.copy_smem_to_gmem(outputs, out.at[pl.ds(first, _OWN), item.head])
+
+    @pl.when(count < _OWN)
+    def _some() -> None:
+        @pl.loop(0, jnp.maximum(count, 0))
+        def _row(row: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(outputs.at[row], out.at[first + row, item.head])
+
+
+# Attending.
 
 
 def _take_turns(turn: Any) -> None:
@@ -220,181 +272,107 @@ def _take_turns(turn: Any) -> None:
     plgpu.barrier_wait(turn)
 
 
-def _copy_tiles(
-    keys: Any,
-    values: Any,
-    tables: Any,
-    first_block: Any,
-    tiles: _Tiles,
-    tiling: Tiling,
-    shape: AttentionShape,
+def _attention(
     item: _Item,
-    at: jax.Array,
-) -> jax.Array:
-    """Copy the tiles of an item's context to shared memory, each block as its table entry says.
-
-    Behind the last block, that block is copied again.
-
-    Args:
-      at: tiles copied before, by all items.
-
-    Returns: tiles copied now.
-    """
-    size = shape.block_size
-    per_tile = tiling.slots // size
-    kv_head = lax.div(item.head, shape.group)
-    last_column = lax.div(item.last, size)
-    first = first_block[0]
-    n_tiles = lax.div(item.last, tiling.slots) + 1
-
-    @pl.loop(0, n_tiles)
-    def _copy(i: jax.Array) -> None:
-        stage = lax.rem(at + i, tiling.stages)
-        blocks = [
-            (tables[item.chunk, jnp.minimum(i * per_tile + j, last_column)] + first) * shape.num_kv_heads + kv_head
-            for j in range(per_tile)
-        ]
-        for pool, held, full, free in (
-            (keys, tiles.keys, tiles.keys_full, tiles.keys_free),
-            (values, tiles.values, tiles.values_full, tiles.values_free),
-        ):
-            plgpu.barrier_wait(free.at[stage])
-            for j, block in enumerate(blocks):
-                plgpu.copy_gmem_to_smem(pool.at[block], held.at[stage, pl.ds(j * size, size)], full.at[stage])
-
-    return at + n_tiles
-
-
-def _compute_queries(
-    group: jax.Array,
-    out: Any,
-    slopes: Any,
-    own: _Rows,
+    first: jax.Array,
+    before: jax.Array,
+    slope: jax.Array | None,
+    queries: Any,
     tiles: _Tiles,
     turn: Any,
-    tiling: Tiling,
-    shape: AttentionShape,
     factor: float,
-    load: Callable[[_Item], None],
-    item: _Item,
-    after: _Item,
-    at: jax.Array,
+    interpret: bool,
 ) -> jax.Array:
-    """Attention of a warpgroup's part of an item, written to its rows of `out`.
+    """Attention of a warpgroup's queries, the first at position `first`: float32[queries, D].
 
     Args:
-      load: starts the copy of an item's queries.
-      at: tiles copied before this item's.
-
-    Returns: tiles copied with this item's.
+      before: tiles copied before this item's.
     """
-    slots, stages = tiling
-    by_both, by_row, by_column = (plgpu.Layout.WGMMA, *map(plgpu.Layout.WGMMA.reduce, (1, 0)))
-    rows, columns = (
-        plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout) for n, layout in ((_OWN, by_row), (slots, by_column))
-    )
-    first = item.last + 1 - item.count + group * _OWN  # position of the first query
-    if slopes is None:
-        slope, biases = jnp.float32(0), plgpu.layout_cast(jnp.zeros((_OWN, slots), jnp.float32), by_both)
+    both, by_row, by_column = (plgpu.Layout.WGMMA, *map(plgpu.Layout.WGMMA.reduce, (1, 0)))
+    rows = plgpu.broadcasted_iota(jnp.int32, (_OWN,), 0, layout=by_row)
+    columns = plgpu.broadcasted_iota(jnp.int32, (_SLOTS,), 0, layout=by_column)
+    # Scores start as what biases them, so that adding it takes no step.
+    if slope is None:
+        slope, biases = jnp.float32(0), plgpu.layout_cast(jnp.zeros((_OWN, _SLOTS), jnp.float32), both)
     else:
-        slope = slopes[item.head] * _LOG2_E
-        biases = lax.broadcast_in_dim(columns.astype(jnp.float32) * (slope / factor), (_OWN, slots), [1])
-
-    plgpu.barrier_wait(own.arrived)
-    own.queries[...] = plgpu.load(own.loaded, layout=by_both, optimized=False)
-    plgpu.commit_smem()
-    pl.when(after.count > 0)(lambda: load(after))
-
-    n_tiles = lax.div(item.last, slots) + 1
+        biases = lax.broadcast_in_dim(columns.astype(jnp.float32) * (slope / factor), (_OWN, _SLOTS), [1])
+    product = partial(_product, interpret=interpret)
     # A warpgroup without queries computes a tile for nobody.
-    seen_tiles = jnp.clip(lax.div(first + _OWN - 1, slots) + 1, 1, n_tiles)
-    whole_tiles = jnp.minimum(lax.div(first + 1, slots), seen_tiles)
+    seen_tiles = jnp.clip(lax.div(first + _OWN - 1, _SLOTS) + 1, 1, item.n_tiles)
+    whole_tiles = jnp.minimum(lax.div(first + 1, _SLOTS), seen_tiles)
 
     def stage_of(i: jax.Array) -> jax.Array:
-        return lax.rem(at + i, stages)
+        return lax.rem(before + i, _STAGES)
 
     def step(i: jax.Array, carry: tuple[jax.Array, ...], masked: bool = False) -> tuple[jax.Array, ...]:
         acc, maximum, total = carry
-        stage = stage_of(i)
-
-        def multiply_keys(scores: Any) -> None:
-            plgpu.wgmma(scores, own.queries, tiles.keys.at[stage].transpose((1, 0)))
-            _take_turns(turn)
-
-        scores = pl.run_state(multiply_keys)(plgpu.ACC.init(biases))
+        stage, base = stage_of(i), i * _SLOTS
+        scores = product(biases, queries, tiles.keys.at[stage], lambda: _take_turns(turn), transposed=True)
         plgpu.barrier_arrive(tiles.keys_free.at[stage])
-        base = i * slots
         if masked:
-            positions, slot = (lax.broadcast_in_dim(x, scores.shape, [n]) for n, x in enumerate((rows + (first - base), columns)))
-            scores = jnp.where(slot <= positions, scores, -jnp.inf)
+            positions = lax.broadcast_in_dim(rows + (first - base), scores.shape, [0])
+            scores = jnp.where(lax.broadcast_in_dim(columns, scores.shape, [1]) <= positions, scores, -jnp.inf)
         # A tile's biases count from its first slot; the maxima, from the item's last query.
         offset = slope * (base - item.last).astype(jnp.float32)
         raised = jnp.maximum(maximum, jnp.max(scores, axis=1) * factor + offset)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(raised - offset, scores.shape, [0]))
         shrink = jnp.exp2(maximum - raised)
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        rounded = weights.astype(out.dtype)
         total = total * shrink + jnp.sum(weights, axis=1)
-        acc, raised, total, rounded = lax.optimization_barrier((acc, raised, total, rounded))
+        acc, raised, total, rounded = lax.optimization_barrier((acc, raised, total, weights.astype(queries.dtype)))
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(tiles.values_full.at[stage])
         plgpu.barrier_wait(turn)
         if masked:
-            unused = (i == n_tiles - 1) & (item.last - base < slots - 1)
-            pl.when(unused)(lambda: _clear_tail(tiles.values.at[stage], item.last - base, slots))
+            unused = (i == item.n_tiles - 1) & (item.last - base < _SLOTS - 1)
+            pl.when(unused)(lambda: _clear_tail(tiles.values.at[stage], item.last - base))
 
-        def multiply_values(acc: Any) -> None:
-            plgpu.wgmma(acc, rounded, tiles.values.at[stage])
+        def wait_for_keys() -> None:
             pl.when(i + 1 < seen_tiles)(lambda: plgpu.barrier_wait(tiles.keys_full.at[stage_of(i + 1)]))
 
-        acc = pl.run_state(multiply_values)(plgpu.ACC.init(acc))
+        acc = product(acc, rounded, tiles.values.at[stage], wait_for_keys)
         plgpu.barrier_arrive(tiles.values_free.at[stage])
         return acc, raised, total
 
     def skip(i: jax.Array, _: None) -> None:
         """A tile of the other warpgroup only."""
         stage = stage_of(i)
-        plgpu.barrier_wait(tiles.keys_full.at[stage])
-        plgpu.barrier_arrive(tiles.keys_free.at[stage])
-        _take_turns(turn)
-        plgpu.barrier_wait(tiles.values_full.at[stage])
-        plgpu.barrier_arrive(tiles.values_free.at[stage])
-        _take_turns(turn)
+        for full, free in ((tiles.keys_full, tiles.keys_free), (tiles.values_full, tiles.values_free)):
+            plgpu.barrier_wait(full.at[stage])
+            plgpu.barrier_arrive(free.at[stage])
+            _take_turns(turn)
 
     plgpu.barrier_wait(tiles.keys_full.at[stage_of(jnp.int32(0))])
     carry = (
-        plgpu.layout_cast(jnp.zeros((_OWN, shape.head_dim), jnp.float32), by_both),
+        plgpu.layout_cast(jnp.zeros(queries.shape, jnp.float32), both),
         plgpu.layout_cast(jnp.full((_OWN,), -jnp.inf, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros((_OWN,), jnp.float32), by_row),
     )
     carry = lax.fori_loop(0, whole_tiles, step, carry)
     acc, _, total = lax.fori_loop(whole_tiles, seen_tiles, partial(step, masked=True), carry)
-    lax.fori_loop(seen_tiles, n_tiles, skip, None)
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the item before
-    own.outputs[...] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])).astype(out.dtype)
-    plgpu.commit_smem()
-    _write(own.outputs, out, item.start + group * _OWN, item.count - group * _OWN, item.head)
-    return at + n_tiles
+    lax.fori_loop(seen_tiles, item.n_tiles, skip, None)
+    return acc * lax.broadcast_in_dim(1 / total, acc.shape, [0])
 
 
-def _write(outputs: Any, out: Any, first: jax.Array, count: jax.Array, head: jax.Array) -> None:
-    """Start the copies of a warpgroup's outputs, of `count` queries at most."""
+def _product(
+    start: jax.Array, a: Any, b: Any, meanwhile: Callable[[], None], *, transposed: bool = False, interpret: bool
+) -> jax.Array:
+    """start + a @ b (or b.T); `meanwhile` runs beside the tensor cores."""
+    if interpret:  # the interpreter's products start at zero, and take no operands in registers
+        meanwhile()
+        a, b = a[...].astype(jnp.float32), b[...].astype(jnp.float32)
+        return start + a @ (b.T if transposed else b)
 
-    @pl.when(count >= _OWN)
-    def _all() -> None:
-        plgpu.copy_smem_to_gmem(outputs, out.at[pl.ds(first, _OWN), head])
+    def multiply(sums: Any) -> None:
+        plgpu.wgmma(sums, a, b.transpose((1, 0)) if transposed else b)
+        meanwhile()
 
-    @pl.when(count < _OWN)
-    def _some() -> None:
-        @pl.loop(0, jnp.maximum(count, 0))
-        def _row(row: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(outputs.at[row], out.at[first + row, head])
+    return pl.run_state(multiply)(plgpu.ACC.init(start))
 
 
-def _clear_tail(values: Any, last: jax.Array, slots: int) -> None:
+def _clear_tail(values: Any, last: jax.Array) -> None:
     """Zero the slots behind the last one in use: they may hold NaN, and 0 * NaN is NaN."""
-    for at in range(0, slots, _OWN):
+    for at in range(0, _SLOTS, _OWN):
         part = values.at[pl.ds(at, _OWN)]
         held = plgpu.load(part, layout=plgpu.Layout.WGMMA)
         slot = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
