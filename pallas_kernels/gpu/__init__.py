@@ -1,4 +1,4 @@
-"""Ragged attention for GPUs, in Pallas with Triton: A100 (sm_80), H100 and H200 (sm_90).
+"""Ragged attention for GPUs, in Pallas with Triton: A100 (sm_80), H100 and H200 (sm_90); see `hopper` for its prompts.
 
 A layer is a few kernels on grids of fixed size; programs without work return at once. First, new keys and values are
 written to their slots. Every query that is computed alone (a decode) is one program for each head and part of its
@@ -164,8 +164,8 @@ def _items(start: jax.Array, count: jax.Array, last: jax.Array, chunk: jax.Array
 def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Array, "n 4"]:
     """Tiles of all chunks longer than one; later ones first, because their contexts are longer."""
     n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
-    tiled = hopper.serves(shape, n_tokens)
-    size = hopper.QUERIES if tiled else _prompt_tiling(shape, n_tokens).rows // shape.group
+    on_hopper = hopper.serves(shape, n_tokens)
+    size = hopper.QUERIES if on_hopper else _prompt_tiling(shape, n_tokens).rows // shape.group
     lengths = jnp.diff(batch.query_offsets)
     counts = jnp.where(lengths > 1, -(-lengths // size), 0)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -175,7 +175,7 @@ def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Arr
     end = jnp.minimum(start + size, batch.query_offsets[chunk + 1])
     last = batch.kv_lens[chunk] - 1 - (batch.query_offsets[chunk + 1] - end)
     items = _items(start, jnp.where(place >= 0, end - start, 0), last, chunk)
-    return items[jnp.argsort(jnp.where(place >= 0, -last, 1))] if tiled else items
+    return items[jnp.argsort(jnp.where(place >= 0, -last, 1))] if on_hopper else items
 
 
 # Static choices.
@@ -246,7 +246,7 @@ def _attend(
             out, _ = call(kernel, (decodes, shape.num_heads), 4, 1, (made, context.sinks, meta.decodes), out)
 
         if meta.prompts is not None and hopper.serves(shape, len(q)):
-            out = hopper.attend(q, inputs[1], meta.prompts, out, shape, scale)
+            out = hopper.attend(*inputs, meta.prompts, out, shape, scale, interpret)
         elif meta.prompts is not None:
             tiling = _prompt_tiling(shape, len(q))
             kernel = partial(tile_kernel, tiling=tiling, **statics)

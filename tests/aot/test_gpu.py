@@ -21,7 +21,8 @@ from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner import compiler_options
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
-from pallas_kernels.gpu import grouped
+from pallas_kernels.gpu import grouped, hopper
+from pallas_kernels.gpu.kernels import Context
 from sharding import devices, mesh, specs
 
 WHEELS = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
@@ -167,6 +168,53 @@ def test_kernels_fit_and_the_pool_is_never_copied(
 
 
 @pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "alibi"),
+    [(32, 32, 128, 64, True), (32, 8, 128, 32, False), (16, 16, 64, 64, True), (7, 1, 128, 128, False)],
+)
+def test_prompts_have_a_kernel_for_hopper(heads, kv_heads, dim, block, alibi, capfd, monkeypatch, tell) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    bucket, chunks = MIXED
+    shape = api.AttentionShape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=np.dtype(jnp.bfloat16),
+        pool_dtype=np.dtype(jnp.bfloat16),
+        alibi=alibi,
+        device_kind="NVIDIA H200",
+    ).with_blocks(block, 2048)
+    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse("h200:1")))[0][0]
+    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+
+    def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=everywhere)
+
+    def prompts(q, pool, tables, first_block, items, out):
+        context = Context(pool, tables, first_block, jnp.ones(heads) if alibi else None, None)
+        return hopper.attend(q, context, items, out, shape, 0.1, interpret=False)
+
+    pool = jax.tree.map(lambda leaf: abstract(leaf.shape, leaf.dtype), gpu.BACKEND.pool(shape, BLOCKS))
+    q = abstract((bucket, heads, dim), shape.dtype)
+    numbers = map(abstract, ((chunks, shape.max_blocks), (1,), (bucket // hopper.QUERIES + chunks, 4)))
+    with targets.lowering(one):
+        lowered = jax.jit(prompts, donate_argnums=5).lower(q, pool, *numbers, q)
+    program = lowered.compile(compiler_options.of("gpu", absent=True))
+    said = capfd.readouterr()
+    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", said.out + said.err)))
+    tell(
+        "the kernel for prompts on Hopper (spilled registers in bytes)",
+        heads=f"{heads}/{kv_heads} x {dim}",
+        alibi=alibi,
+        blocks=block,
+        spilled=spilled,
+    )
+    assert spilled <= 8
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == q.size * q.dtype.itemsize
+    assert memory.temp_size_in_bytes < 1024
+
+
+@pytest.mark.parametrize(
     ("device", "rows", "experts", "inputs", "outputs", "dtype", "kernel_dtype"),
     [
         ("a100-80g:1", 512, 128, 2048, 192, "bfloat16", "bfloat16"),  # Qwen3-30B-A3B over 4 devices, 64 tokens
@@ -226,7 +274,7 @@ def test_kernels_of_experts_are_read_in_place(
     ],
 )
 def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp_path, tell, hold) -> None:
-    """They are launched together, as one command buffer (CUDA graph).
+    """They are launched together, as one command buffer (CUDA graph); Mosaic's kernel for prompts, beside it.
 
     Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
     rounded by three kernels more.
@@ -251,7 +299,9 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
     assert stage.shape.backend.name == "gpu"
     text, temporaries, seconds = compile_step(stage, bucket, rows * 1024 // stage.shape.attention.block_size, tmp_path)
     (launched,) = tmp_path.glob("*forward.thunk_sequence_after_thunk_passes.txt")
-    assert re.findall(r"^\d+: (\w+)", launched.read_text(), re.MULTILINE) == ["kCommandBuffer"]
+    n_apart = config.num_layers if hopper.serves(stage.shape.attention, bucket) else 0
+    launches = ["kCommandBuffer", *["kCustomCall", "kCommandBuffer"] * n_apart]
+    assert re.findall(r"^\d+: (\w+)", launched.read_text(), re.MULTILINE) == launches
     entry = text[text.index("\nENTRY ") :]
     n_kernels = len(re.findall(r" (?:fusion|custom-call|copy|transpose|convert|reduce|dot)\(", entry))
     tell(

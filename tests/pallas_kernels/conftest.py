@@ -283,6 +283,7 @@ def harness(seed):
         soft_cap=None,
         sinks=False,
         max_blocks=16,
+        device="",
         **kw,
     ):
         if block is None:
@@ -301,6 +302,7 @@ def harness(seed):
             windows=windows,
             soft_cap=soft_cap,
             sinks=sinks,
+            device_kind=device,
         )
         served = backend(subject) if isinstance(subject, str) else subject
         assert served.supports(shape) is None
