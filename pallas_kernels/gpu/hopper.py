@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.gpu.kernels import Context
 
+plgpu: Any = mosaic_gpu  # jax 0.10 has not all of it
 _DEVICES = ("H100", "H200")  # in JAX's names of them
 _PROCESSORS = 132
 # A step is one command buffer, which Mosaic's kernels interrupt: not for buckets whose attention takes microseconds.
@@ -122,7 +123,7 @@ class _Item(NamedTuple):
 
     head: jax.Array
     start: jax.Array  # first flat token
-    count: jax.Array  # 0: this program has no more
+    n_queries: jax.Array  # 0: this program has no more
     last: jax.Array  # position of the last
     chunk: jax.Array
 
@@ -151,16 +152,16 @@ def _kernel(refs: _Refs, *, shape: AttentionShape, factor: float, interpret: boo
                 plgpu.barrier_arrive(tiles.keys_free.at[stage])
                 plgpu.barrier_arrive(tiles.values_free.at[stage])
             pl.when(group == 1)(lambda: _take_turns(turn))
-            first = _item(refs.items, jnp.int32(0), shape)
-            pl.when(first.count > 0)(lambda: _load_queries(refs.q, own, group, first))
+            first_item = _item(refs.items, jnp.int32(0), shape)
+            pl.when(first_item.n_queries > 0)(lambda: _load_queries(refs.q, own, group, first_item))
 
             def compute(item: _Item, after: _Item, before: jax.Array) -> None:
                 slope = None if refs.slopes is None else refs.slopes[item.head] * _LOG2_E
                 plgpu.barrier_wait(own.arrived)
                 own.queries[...] = plgpu.load(own.loaded, layout=plgpu.Layout.WGMMA, optimized=False)
                 plgpu.commit_smem()
-                pl.when(after.count > 0)(lambda: _load_queries(refs.q, own, group, after))
-                first = item.last + 1 - item.count + group * _OWN  # position of the first query
+                pl.when(after.n_queries > 0)(lambda: _load_queries(refs.q, own, group, after))
+                first = item.last + 1 - item.n_queries + group * _OWN  # position of the first query
                 result = _attention(item, first, before, slope, own.queries, tiles, turn, factor, interpret)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the item before
                 own.outputs[...] = result.astype(own.outputs.dtype)
@@ -217,7 +218,7 @@ def _over_items(items: Any, shape: AttentionShape, body: Callable[[_Item, _Item,
         return index + 1, after, before + item.n_tiles
 
     none = jnp.int32(0)
-    lax.while_loop(lambda carry: carry[1].count > 0, step, (none, _item(items, none, shape), none))
+    lax.while_loop(lambda carry: carry[1].n_queries > 0, step, (none, _item(items, none, shape), none))
 
 
 # Copies.
@@ -251,7 +252,7 @@ def _load_queries(q: Any, own: _Rows, group: jax.Array, item: _Item) -> None:
 
 def _write(outputs: Any, out: Any, group: jax.Array, item: _Item) -> None:
     """Start the copies of a warpgroup's outputs: of its queries' rows and no others."""
-    first, count = item.start + group * _OWN, item.count - group * _OWN
+    first, count = item.start + group * _OWN, item.n_queries - group * _OWN
 
     @pl.when(count >= _OWN)
     def _all() -> None:
@@ -293,7 +294,8 @@ def _attention(
     columns = plgpu.broadcasted_iota(jnp.int32, (_SLOTS,), 0, layout=by_column)
     # Scores start as what biases them, so that adding it takes no step.
     if slope is None:
-        slope, biases = jnp.float32(0), plgpu.layout_cast(jnp.zeros((_OWN, _SLOTS), jnp.float32), both)
+        slope = jnp.zeros((), jnp.float32)
+        biases = plgpu.layout_cast(jnp.zeros((_OWN, _SLOTS), jnp.float32), both)
     else:
         biases = lax.broadcast_in_dim(columns.astype(jnp.float32) * (slope / factor), (_OWN, _SLOTS), [1])
     product = partial(_product, interpret=interpret)
