@@ -32,6 +32,9 @@ _GROUPS = 2  # warpgroups that multiply
 _OWN = 64  # queries of each: the rows of one product
 QUERIES = _OWN * _GROUPS
 _SLOTS, _STAGES = 128, 2  # of a tile, and tiles in shared memory
+# Registers of a thread that copies and of one that multiplies. Three warpgroups are launched with 168 a thread, and if
+# these came to more they would wait for each other's for ever.
+_FEW, _MANY = 40, 232
 _LOG2_E = math.log2(math.e)
 
 
@@ -138,7 +141,7 @@ def _kernel(refs: _Refs, *, shape: AttentionShape, factor: float, interpret: boo
 
         @pl.when(group == _GROUPS)
         def _copy() -> None:
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(_FEW, action="decrease")
             _over_items(refs.items, shape, lambda item, _, before: _copy_tiles(refs, tiles, shape, item, before))
             for stage in range(_STAGES):
                 plgpu.barrier_wait(tiles.keys_free.at[stage])
@@ -146,7 +149,7 @@ def _kernel(refs: _Refs, *, shape: AttentionShape, factor: float, interpret: boo
 
         @pl.when(group < _GROUPS)
         def _compute() -> None:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(_MANY, action="increase")
             own = _Rows(*(x.at[group] for x in rows))
             for stage in range(_STAGES):
                 plgpu.barrier_arrive(tiles.keys_free.at[stage])

@@ -208,7 +208,7 @@ def test_prompts_have_a_kernel_for_hopper(heads, kv_heads, dim, block, alibi, ca
         blocks=block,
         spilled=spilled,
     )
-    assert spilled <= 8
+    assert spilled <= 16
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == q.size * q.dtype.itemsize
     assert memory.temp_size_in_bytes < 1024

@@ -46,6 +46,12 @@ def test_prompts_beside_decodes(harness, monkeypatch, heads, kv_heads, dim, bloc
     h.check([(a, 1), (d, 1), (b, 200), (c, 256)])
 
 
+def test_warpgroups_have_the_registers_they_ask_for():
+    """A kernel of three is launched with 168 registers a thread, a multiple of 8; more would never come free."""
+    launched = 65536 // (3 * 128) // 8 * 8
+    assert 3 * launched >= hopper._FEW + 2 * hopper._MANY
+
+
 def test_the_longest_contexts_come_first():
     lengths, kv_lens, bucket = [1, 300, 1, 128, 0], [9, 400, 5, 128, 0], 512
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
