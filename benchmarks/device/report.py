@@ -109,7 +109,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
             axis.plot([wanted, wanted], [place - 0.4, place + 0.4], color="black")
     axis.invert_yaxis()
     axis.margins(y=0.01)
-    axis.set_xlim(0, 1)
+    axis.set_xlim(0, max(1.0, *(share for _, share in bars)) + 0.02)
     axis.set_xlabel("share of the measured ceiling (black: target on an H200)")
     axis.tick_params(axis="y", labelsize=7)
     axis.set_title(f"{good['device']['device']}, {good['device']['at'][:10]}", fontsize=9)
