@@ -20,7 +20,7 @@ from server.http.responses_body import ResponsesBody
 from server.http.schemas import ChatBody, CompletionBody
 from server.kv_events import number_of
 from server.proto.jaxserve.v1 import inference_pb2 as pb
-from server.text import offload_if
+from server.text import offload_if_long
 
 MOST_BLOCKS = 16_384  # that a replica tells of; of more it tells every second one, or third, ...
 _MOST_BYTES = 2**20  # of a call whose prompt is read
@@ -103,16 +103,19 @@ class PromptReader:
                     parsed = parsed.chat
             return parsed.prompts[0], parsed.cache_salt
 
-        return await self._prompt(read, {key.decode("latin-1"): value.decode("latin-1") for key, value in headers})
+        named = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
+        return await self._prompt(read, named, len(body))
 
     async def of_rpc(self, request: Any, metadata: Iterable[tuple[str, Any]]) -> Prompt:
         """The prompt of an RPC; an empty one if it has none, or the replica will refuse it."""
-        if not isinstance(request, pb.GenerateRequest) or request.ByteSize() > _MOST_BYTES:
+        if not isinstance(request, pb.GenerateRequest) or (size := request.ByteSize()) > _MOST_BYTES:
             return Prompt()
         headers = {key: value for key, value in metadata if isinstance(value, str)}
-        return await self._prompt(lambda: (fields_of(request), request.cache_salt), headers)
+        return await self._prompt(lambda: (fields_of(request), request.cache_salt), headers, size)
 
-    async def _prompt(self, read: Callable[[], tuple[Mapping[str, Any], str]], headers: Mapping[str, str]) -> Prompt:
+    async def _prompt(
+        self, read: Callable[[], tuple[Mapping[str, Any], str]], headers: Mapping[str, str], size: int
+    ) -> Prompt:
         tenant = ANYBODY if self._keys is None else self._keys.tenant_of(key_of(headers))
         if tenant is None:  # nobody's work is done for a caller without a key
             return Prompt()
@@ -123,6 +126,6 @@ class PromptReader:
             return Prompt(parse_request(fields, request_id="", tokenizer=self._tokenizer).prompt, tenant.salt(salt))
 
         try:
-            return await offload_if(True, parse)
+            return await offload_if_long(size, parse)
         except (ApiError, InvalidRequest):
             return Prompt()

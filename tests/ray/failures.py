@@ -83,7 +83,7 @@ def kill(cluster: Cluster, case: str, started: subprocess.Popen[bytes] | None) -
         os.kill(victim, signal.SIGKILL)
 
 
-def measure(case: str) -> Outcome:
+def measure(case: str, routing: str = "session") -> Outcome:
     """Kills a part under load, and waits until all is as before."""
     cluster, started, outcome = Cluster(nodes=3 if case in ("raylet", "node") else 2), None, Outcome()
     try:
@@ -92,7 +92,7 @@ def measure(case: str) -> Outcome:
         elif case == "host":
             cluster.deploy("--stages", "2", "--flight-folder", tempfile.gettempdir(), hosts=2)
         else:
-            cluster.deploy(*["--supervise"] * case.startswith("supervised"), **REPLICAS)
+            cluster.deploy(*["--supervise"] * case.startswith("supervised"), routing=routing, **REPLICAS)
         until(lambda: len(cluster.engines()) == ENGINES)
         before = cluster.engines()
         begun, lock = threading.Barrier(STREAMS + 1), threading.Lock()
@@ -150,11 +150,15 @@ def measure(case: str) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="what is killed")
+    parser.add_argument(
+        "--routing", default="session", help="session or prefix, where an engine, a replica or a node is killed"
+    )
     print("| killed | running streams | calls lost, of | last one after | all replicas back after |")
     print("|---|---|---|---|---|")
-    for case in parser.parse_args().cases:
+    args = parser.parse_args()
+    for case in args.cases:
         try:
-            it = measure(case)
+            it = measure(case, args.routing)
         except Exception:
             traceback.print_exc()
             continue
