@@ -160,4 +160,4 @@ def group(config: RayConfig, *, hosts: int, tpu_slice: str | None = None) -> ser
     ingress = serve.deployment(
         serve.ingress()(Ingress), name=f"{config.name}-ingress", autoscaling_config=scaling, **shared
     )
-    return ingress.bind(config.flags, made)
+    return ingress.bind(config.flags, hosts, made)

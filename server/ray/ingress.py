@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from server.errors import unavailable
 from server.http.call import HttpCall, HttpError, status_of
 from server.http.openai import error_of
-from server.ray.host import end_with_parent, settings
+from server.ray.host import Group, end_with_parent, settings
 from server.ray.prefixes import Prompt, PromptReader
 from server.ray.rpcs import Ending, with_rpcs
 
@@ -37,12 +38,15 @@ class Ingress:
 
     Args:
       flags: of `jaxserve serve`.
+      hosts: of a replica.
       replicas: the deployment of `RoutedReplica`.
     """
 
-    def __init__(self, flags: Sequence[str], replicas: DeploymentHandle) -> None:
+    def __init__(self, flags: Sequence[str], hosts: int, replicas: DeploymentHandle) -> None:
         end_with_parent()
-        chosen = settings(flags, None)
+        # Some flags are for several hosts only. This is none of them, and nobody listens there.
+        group = Group(hosts=hosts, coordinator="127.0.0.1:1", secret=secrets.token_hex(32).encode())
+        chosen = settings(flags, group if hosts > 1 else None)
         prompts = PromptReader(Tokenizer.from_directory(chosen.model), chosen.keys)
         # By value, which is gRPC: references to Ray's objects take twice the time. (No part of Ray's documented API.)
         calls = _Calls(replicas.options(stream=True, _by_reference=False))

@@ -3,10 +3,12 @@
     python -m tests.ray.cost
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 python -m tests.ray.cost
     RAY_SERVE_ENABLE_DIRECT_INGRESS=1 python -m tests.ray.cost --port 30000
+    RAY_SERVE_THROUGHPUT_OPTIMIZED=1 python -m tests.ray.cost --port 30000
+    RAY_SERVE_THROUGHPUT_OPTIMIZED=1 python -m tests.ray.cost --port 30000 --routing prefix
     python -m tests.ray.cost --routing prefix
 
-The third calls the replica itself, at the first of the ports that Serve gives to replicas. With --routing prefix that
-is the ingress.
+With --port they call the replica itself, at the first of the ports that Serve gives to replicas; with --routing prefix
+that is the ingress.
 
 The same model with the same flags, a front and an engine process each. Rounds of eight streaming callers go to one and
 to the other in turn, so what else the machine does meets both. With fewer cores than processes the figures are upper

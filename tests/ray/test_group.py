@@ -22,11 +22,19 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "supervise"), [("engine of host 1", False), ("engine of host 1", True), ("replica", False)]
+    ("victim", "supervise", "routing"),
+    [
+        ("engine of host 1", False, "session"),
+        ("engine of host 1", True, "session"),
+        ("replica", False, "session"),
+        ("replica", False, "prefix"),
+    ],
 )
-def test_a_group_serves_and_comes_back(cluster: Cluster, victim: str, supervise: bool, tmp_path: Path) -> None:
+def test_a_group_serves_and_comes_back(
+    cluster: Cluster, victim: str, supervise: bool, routing: str, tmp_path: Path
+) -> None:
     flags = ["--stages", "2", "--flight-folder", str(tmp_path), *["--supervise"] * supervise]
-    cluster.deploy(*flags, hosts=2)
+    cluster.deploy(*flags, hosts=2, routing=routing)
     text = cluster.complete(20)
     engines = cluster.engines()
     assert len(engines) == 2
