@@ -22,7 +22,8 @@ def served(engine: Engine, **settings: Any) -> Iterator[tuple[int, int]]:
 
     async def serve() -> None:
         nonlocal ports
-        app = ServerApp(engine, name="demo", version="1.2.3", **settings)
+        # An engine of the tests compiles at its first iterations, which may take as long as they like.
+        app = ServerApp(engine, name="demo", version="1.2.3", **{"stall_seconds": 1e9} | settings)
         ports = await app.start("127.0.0.1", 0, 0)
         ready.set()
         await asyncio.to_thread(over.wait)

@@ -66,7 +66,7 @@ class Ports:
 
 @contextlib.asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[Ports]:
-    app = ServerApp(engine, name="demo", version="0")
+    app = ServerApp(engine, name="demo", version="0", stall_seconds=WAIT_SECONDS)
     port, http_port = await app.start("127.0.0.1", 0, 0)
     address = f"127.0.0.1:{port}"
     try:

@@ -15,6 +15,7 @@ from server.auth import ApiKeys
 from server.commands import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server.fake_engine import WAIT_SECONDS
 
 KEYS = '[polite]\nkeys = ["key-of-polite"]\n[flood]\nkeys = ["key-of-flood"]\n'
 SETTINGS = ["--buckets", "4,16", "--slots", "512", "--max-rows", "4", "--max-context", "64"]
@@ -39,7 +40,7 @@ def test_a_flood_of_one_tenant_hardly_delays_another(checkpoint: Path, tmp_path:
             await ask(stub, "flood", "flood")
 
     async def scenario(engine: Engine) -> None:
-        app = ServerApp(engine, name="tiny", version="0", keys=ApiKeys(path))
+        app = ServerApp(engine, name="tiny", version="0", keys=ApiKeys(path), stall_seconds=WAIT_SECONDS)
         port, _ = await app.start("127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = InferenceStub(channel)
@@ -68,7 +69,7 @@ def test_another_tenants_prefixes_are_not_cached(checkpoint: Path, tmp_path: Pat
     path.write_text(KEYS)
 
     async def scenario(engine: Engine) -> None:
-        app = ServerApp(engine, name="tiny", version="0", keys=ApiKeys(path))
+        app = ServerApp(engine, name="tiny", version="0", keys=ApiKeys(path), stall_seconds=WAIT_SECONDS)
         port, _ = await app.start("127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = InferenceStub(channel)
