@@ -131,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 FEW = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
