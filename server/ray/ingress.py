@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import grpc
 from ray.exceptions import RayActorError
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
@@ -125,8 +126,11 @@ class _ForwardedRpcs:
     async def stream(self, name: str, request: Any, grpc_context: RayServegRPCContext) -> AsyncIterator[Any]:
         ending = Ending(list(grpc_context.invocation_metadata()))
         prompt = await self._prompts.of_rpc(request, ending.metadata)
-        async with contextlib.aclosing(self._calls.run("call_rpc", prompt, name, request, ending)) as messages:
-            async for message in messages:
-                if isinstance(message, Ending):
-                    message.end(grpc_context)
-                yield message
+        try:
+            async with contextlib.aclosing(self._calls.run("call_rpc", prompt, name, request, ending)) as messages:
+                async for message in messages:
+                    if isinstance(message, Ending):
+                        message.end(grpc_context)
+                    yield message
+        except RayActorError:
+            Ending([], grpc.StatusCode.UNAVAILABLE, _GONE).end(grpc_context)

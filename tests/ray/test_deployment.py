@@ -77,6 +77,24 @@ def test_grpc_through_the_proxy(cluster: Cluster, tmp_path: Path, routing: str) 
         until(lambda: stub.GetLoad(pb.GetLoadRequest(), metadata=metadata).running == 0, 5.0)
 
 
+@routings
+def test_a_caller_who_leaves_ends_the_call(cluster: Cluster, routing: str) -> None:
+    cluster.deploy(routing=routing)
+
+    def ended() -> dict[str, float]:
+        text = httpx.get(f"{cluster.url}/metrics").text
+        return {
+            how: float(n) for how, n in re.findall(r'jaxserve_requests_total\{finish_reason="(.+?)".*\} (.+)', text)
+        }
+
+    before = ended()
+    body = {"prompt": "It was", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=WAIT_SECONDS) as response:
+        next(response.iter_lines())
+    after = until(lambda: (now := ended()) != before and now, 30.0)
+    assert after == before | {"cut short": before["cut short"] + 1}
+
+
 def test_the_calls_of_a_session_find_their_prefix(cluster: Cluster) -> None:
     cluster.deploy(min_replicas=2, max_replicas=2)
     until(lambda: len(cluster.engines()) == 2)

@@ -10,12 +10,15 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx2 as httpx
 import pytest
 from ray import serve
 
 from jaxserve.demo import DEMO_MODEL
 from jaxserve.text.tokenizer import Tokenizer
+from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from server.ray.prefixes import PromptReader
 from tests.ray.local_cluster import WAIT_SECONDS, Cluster, until
 
@@ -111,3 +114,16 @@ def test_calls_without_an_answer_survive_their_replica(cluster: Cluster) -> None
         answers = [each.result() for each in calls]
     assert [each.status_code for each in answers] == [200] * 8
     assert {each.json()["usage"]["completion_tokens"] for each in answers} == {900}
+
+
+def test_an_rpc_says_that_its_replica_is_gone(cluster: Cluster) -> None:
+    cluster.deploy(routing="prefix")
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        stub: Any = InferenceStub(channel)
+        messages = stub.GenerateStream(pb.GenerateRequest(prompt="It was", max_tokens=900, ignore_eos=True))
+        next(messages)
+        os.kill(cluster.replicas().pop(), signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(messages)
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "the replica with this call is gone" in ended.value.details()
