@@ -145,7 +145,7 @@ class TestScheduler(SchedulerMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerInManyCases(SchedulerMachine.TestCase):
-    settings = settings(FEW, max_examples=300)
+    settings = settings(FEW, max_examples=150)
 
 
 def stages_and_seeds(count: int) -> pytest.MarkDecorator:
