@@ -79,6 +79,7 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves this timer, which holds the connection, after a reset
         if self._deadline is not None:
             self._deadline.cancel()
 

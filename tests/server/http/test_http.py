@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from server.http import call as http_call
+from server.http import listener
 from tests.server.conftest import Served
 from tests.server.fake_engine import WAIT_SECONDS
 from tests.server.http.http_calls import ask, events, post
@@ -193,6 +196,31 @@ def test_a_body_that_is_no_http_ends_its_connection(
 
     serve_http(scenario)
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
+
+
+def test_a_connection_that_is_reset_leaves_no_timer(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the connection's objects for as long as an idle client may stay."""
+    lost: asyncio.Queue[tuple[Any, Exception | None]] = asyncio.Queue()
+    own = listener._Protocol.connection_lost
+
+    def tell(protocol: Any, exc: Exception | None) -> None:
+        assert protocol.timeout_keep_alive_task is not None
+        own(protocol, exc)
+        lost.put_nowait((protocol, exc))
+
+    async def scenario(it: Served) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(listener._Protocol, "connection_lost", tell)
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.readuntil(b"}")
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+            protocol, reason = await asyncio.wait_for(lost.get(), WAIT_SECONDS)
+        assert isinstance(reason, ConnectionResetError)
+        assert protocol.timeout_keep_alive_task is None
+
+    serve_http(scenario)
 
 
 def test_headers_that_do_not_come_are_not_waited_for(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
