@@ -56,18 +56,18 @@ class DraftModel:
         launched: list[Launched] = []
         places: list[list[tuple[int, int]]] = [[] for _ in wanted]  # launch and entry of each drafted token
         while True:
-            room, chunks = self._ladder.largest, []
+            left, chunks = self._ladder.largest, []
             for index, each in enumerate(wanted):
                 drafted = len(places[index])
                 if drafted == each.length:
                     continue
-                length = min(known[index] + drafted - computed[index], room)
+                length = min(known[index] + drafted - computed[index], left)
                 if length:
                     end = computed[index] + length
                     samples = int(end == known[index] + drafted)
                     chunks.append((Chunk(each.admission.row, computed[index], length, samples), index))
                     computed[index] = end
-                    room -= length
+                    left -= length
             if not chunks:
                 break
             chunks.sort(key=lambda pair: pair[0].length > 1)

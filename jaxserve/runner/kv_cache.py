@@ -141,9 +141,9 @@ def _available() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
 
 
-def most_blocks(pool_bytes: Callable[[int], int], room: int, wanted: int = 2**31 - 1) -> int:
-    """The most blocks, up to `wanted`, whose bytes fit `room`; -1 if there is less than no room."""
-    return bisect_right(range(wanted + 1), room, key=pool_bytes) - 1
+def most_blocks(pool_bytes: Callable[[int], int], free: int, wanted: int = 2**31 - 1) -> int:
+    """The most blocks, up to `wanted`, whose bytes fit in `free` bytes; -1 if `free` is negative."""
+    return bisect_right(range(wanted + 1), free, key=pool_bytes) - 1
 
 
 def fitting_blocks(free: int, temporaries: int, pool_bytes: Callable[[int], int], wanted: int) -> int:
