@@ -264,7 +264,7 @@ class EngineConfig:
         return None if self.speculate == "ngram" else self.speculate
 
     def _settle_mesh(self) -> None:
-        """Lets `mesh`, `tensor` and `stages` agree, where the file of rules has a mesh or the mesh has these axes."""
+        """Makes `mesh`, `tensor` and `stages` agree, where rules have a mesh or it has these axes."""
         found = axes.read(self.mesh, self.sharding)
         if found:
             object.__setattr__(self, "mesh", axes.text_of(found))

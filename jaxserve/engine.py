@@ -210,7 +210,7 @@ class Engine:
             replica.submit(request, sink, cached=cached, allocation=allocation, grammar=grammar)
 
     def _choose(self, request: Request) -> tuple[EngineLoop, int, BlockAllocation | None]:
-        """The replica for a request, how many tokens of its prompt need not be computed there, and its allocation.
+        """The chosen replica, its cached tokens of the prompt, and the request's allocation there.
 
         The replica is the one with the fewest outstanding tokens once it has the request. The tokens come from its
         prefix cache or from another request. The allocation has the digests that were computed for the look-up.

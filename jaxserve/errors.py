@@ -22,7 +22,7 @@ def shown(value: object) -> str:
 
 
 class QueueFull(Exception):
-    """The queue holds as many requests or tokens as it may; the request can be tried again later."""
+    """The queue holds as many requests or tokens as it may; try again later."""
 
 
 class WrongState(RuntimeError):

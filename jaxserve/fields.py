@@ -1,4 +1,4 @@
-"""Field metadata of settings: limits, help and spelling, stated once for flags, parsers, schemas and docs."""
+"""Field metadata of settings, stated once for flags, parsers, schemas and docs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Param:
     default: Any = None
 
     def problem(self, value: object) -> str | None:
-        """Why a value is refused, such as "is 0; it must be a whole number of at least 1"; None if it is valid."""
+        """Why a value is refused ("is 0; it must be a whole number of at least 1"); None if valid."""
         if value is self.default or (value is None and self.is_optional):
             return None
         if typing.get_origin(self.kind) is Literal:

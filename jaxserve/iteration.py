@@ -1,4 +1,4 @@
-"""The plan and the result of one iteration, as values that can be printed, logged, sent and replayed. No jax."""
+"""Plan and result of one iteration, as values to print, log, send and replay. No jax."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TableChange(NamedTuple):
 
 
 class PooledRange(NamedTuple):
-    """Flat tokens first..end - 1 of a plan, all of one chunk, whose hidden states are summed for an embedding."""
+    """Flat tokens first..end - 1 of one chunk; an embedding sums their hidden states."""
 
     first: int
     end: int
@@ -68,7 +68,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The state of a request that gets a row; the device writes it by a separate launch before the iteration.
+    """The device state of a request that gets a row; a separate launch writes it beforehand.
 
     Attributes:
       tokens: every token known so far (the prompt, and what was generated before a preemption).
@@ -194,5 +194,5 @@ def max_points(max_rows: int, draft_tokens: int) -> int:
 
 
 def max_table_changes(bucket: int, max_rows: int, block_size: int) -> int:
-    """Blocks one plan's tokens can newly touch: whole blocks, and one more a chunk for its ragged end."""
+    """Most blocks that one plan's tokens touch first: whole blocks, and a ragged one a chunk."""
     return bucket // block_size + max_chunks(bucket, max_rows)

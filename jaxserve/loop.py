@@ -1,4 +1,4 @@
-"""The engine loop: plans, launches and completes one iteration after another for one replica of the model.
+"""The engine loop: plans, launches and completes the iterations of one model replica.
 
 One thread owns the loop and never awaits. Other threads leave calls in its inbox. The loop hands each caller's sink
 whole iterations: one call with the events of all its requests, never single tokens.
@@ -48,7 +48,7 @@ class _LiveRequest:
 
 
 class EngineLoop:
-    """One replica: a compiled model on its own devices, its scheduler, and the thread that runs them."""
+    """One replica: a compiled model on its devices, its scheduler, and the thread for both."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class EngineLoop:
     # The loop
 
     def step(self) -> bool:
-        """One turn: drain the inbox, launch as far ahead as allowed, complete the oldest iteration, emit its events.
+        """One turn: drain the inbox, launch ahead, complete the oldest iteration, emit its events.
 
         Returns:
           Whether there was anything to do.
@@ -99,7 +99,7 @@ class EngineLoop:
         return True
 
     def _launch_next(self) -> bool:
-        """Schedule, pack and launch an iteration; False if nothing can run before one in flight completes."""
+        """Schedules, packs and launches an iteration; False if one in flight must complete first."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         if self._host is not None and (copies := self.scheduler.fetches.take_copies()) is not None:
@@ -316,7 +316,7 @@ class EngineLoop:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens that the live requests may still have computed: uncached prompts, and what they may generate."""
+        """Most tokens that live requests still need: uncached prompts, and what they may generate."""
         return self._submitted_work - self._done_work
 
     def load(self) -> Load:

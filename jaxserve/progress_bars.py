@@ -1,4 +1,4 @@
-"""Shows the progress of steps such as loading and compiling: bars in a terminal and in a notebook."""
+"""Bars that show the progress of loading or compiling, in a terminal and in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts an engine: loads weights, chooses sizes, compiles, measures buckets, and reports the settings in use."""
+"""Starts an engine: loads weights, chooses sizes, compiles, measures buckets, reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EngineParts:
 
 
 def is_user_error(problem: Exception) -> bool:
-    """Whether a start failed over a setting, a file or too little memory, rather than a defect of ours."""
+    """Whether a start failed over a setting, a file or memory, rather than a defect of ours."""
     if isinstance(problem, RuntimeError):
         return "RESOURCE_EXHAUSTED" in str(problem)  # jax reports a full device as JaxRuntimeError
     return isinstance(problem, ValueError | OSError | MemoryError)
@@ -91,7 +91,7 @@ def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, pr
 
 
 def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
-    """Raises ValueError, naming the parameter, where a tree of weights has other names or shapes than expected.
+    """ValueError, naming the parameter, where weights have other names or shapes than expected.
 
     Args:
       int8: whether matrices may be in eight bits already.
@@ -108,7 +108,7 @@ def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
 
 
 def replica_programs(config: EngineConfig, model: models.Model) -> tuple[list[list[StagePrograms]], str]:
-    """The stages of each replica with their layers, devices and programs, and why this attention backend was chosen.
+    """Each replica's stages (layers, devices, programs), and why this attention backend.
 
     No weight is read (see `layout.lay_out`). A drafting model, if there is one, is checked against the model.
     """
@@ -172,7 +172,7 @@ def start(
 
 
 def settled_buckets(config: EngineConfig, programs: Sequence[StagePrograms]) -> tuple[EngineConfig, str]:
-    """The settings with the buckets for these devices, and why these (see `predict.with_buckets`)."""
+    """The settings with buckets for these devices, and the reason (see `predict.with_buckets`)."""
     device = programs[0].mesh.devices.flat[0]
     return with_buckets(config, programs, of_kind(device.device_kind, _num_devices(config)))
 

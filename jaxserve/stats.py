@@ -17,7 +17,7 @@ from jaxserve.scheduler.buckets import BucketCost
 
 
 class IterationRecord(NamedTuple):
-    """What one iteration carried and what its host work cost (seconds), for benchmarks and live views.
+    """What one iteration carried and its host seconds, for benchmarks and live views.
 
     Attributes:
       plan: what it carried.

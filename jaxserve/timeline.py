@@ -1,4 +1,4 @@
-"""When each stage ran which iteration, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""When each stage ran which iteration, as a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Backend(Protocol):
         ...
 
     def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
-        """Whether a program for decodes only (see `prepare`) runs fewer kernels at these sizes (T and C)."""
+        """Whether a program of decodes only runs fewer kernels at these sizes (T and C)."""
         ...
 
     def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""The references, in NumPy and float64, written for clarity, not speed: ragged attention, products of runs of rows."""
+"""References in NumPy, float64: ragged attention, products of runs of rows."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _attention(
 
 
 def runs_product(x: np.ndarray, kernels: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The product of runs of sizes[g] rows of x [R, in] with kernels[g] [out, in], float64 [sum of sizes, out]."""
+    """Runs of sizes[g] rows of x [R, in] times kernels[g] [out, in], as float64 [rows, out]."""
     runs = np.split(np.asarray(x, np.float64), np.cumsum(sizes))  # the last has the rows beyond
     return np.concatenate([run @ np.asarray(kernel, np.float64).T for run, kernel in zip(runs, kernels, strict=False)])

@@ -213,7 +213,7 @@ class AdmissionController:
         return Ticket(self, tenant, work, place, slack, wait)
 
     def charge(self) -> None:
-        """Counts one request of the current call against the current tenant's rate, before the call is parsed.
+        """Counts one request against the current tenant's rate, before the call is parsed.
 
         Raises:
           ApiError: RATE_LIMITED.
@@ -222,7 +222,7 @@ class AdmissionController:
         _charged.set(1)
 
     def full(self) -> errors.ApiError | None:
-        """The error for any call of the current tenant while the queue is full; None while it is not."""
+        """The error for calls of the current tenant while the queue is full; else None."""
         load = self.sample()
         waiting, tokens = self._ahead(load)
         over = self._over(waiting, tokens, 1, 1, self._wait(load, current.get(), self._key(1)))
@@ -240,7 +240,7 @@ class AdmissionController:
             self._margin = max(self._margin * math.exp(_STEP * step), 1.0)
 
     def outstanding_seconds(self) -> float:
-        """Estimated seconds of work that live requests bring, with all rows in use, at the costs measured at start."""
+        """Estimated seconds of the live requests' work, with all rows used, at measured costs."""
         load = self._load()
         if not load.outstanding_tokens:
             return 0.0  # of an engine that is not ready no costs are known, and it has no requests
@@ -306,7 +306,7 @@ class AdmissionController:
         self._rates[tenant.name] = now, level - requests  # below 0 after a call of more than the burst
 
     def _key(self, tokens: int) -> float:
-        """About the key that the engine's order will give a request with this many prompt tokens that comes now."""
+        """Roughly the key that the engine's order gives a request of this prompt length now."""
         if self._order is None:
             self._order = make_order(self._engine.config, BucketLadder(self._engine.report.buckets))
         return self._order.key(self._clock(), 0, tokens)
@@ -347,7 +347,7 @@ class AdmissionController:
         return max(rows, prompts)
 
     def sample(self) -> Load:
-        """Updates the measured tokens a second. They show the engine's capacity only while requests wait."""
+        """Updates the measured tokens a second: the capacity only while requests wait."""
         now, load = self._clock(), self._load()
         done = load.prompt_tokens + load.generated_tokens
         seconds = now - self._sampled[0] if self._sampled is not None else _OLD_SECONDS

@@ -1,4 +1,4 @@
-"""The server of one engine: as an ASGI application, and with ports of its own for every protocol."""
+"""The server of one engine: an ASGI application, or ports for every protocol."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Application:
 
 
 class ServerApp:
-    """Serves gRPC and HTTP for one engine on ports; the protocols start, drain and stop together.
+    """Serves one engine on gRPC and HTTP ports that start, drain and stop together.
 
     Args:
       tls: None listens without encryption.

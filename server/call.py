@@ -70,7 +70,7 @@ class RequestTiming:
     last_token: float | None = None
 
     def token(self) -> float | None:
-        """Records that tokens have come. Returns the seconds since the last ones, or None for the first."""
+        """Records that tokens came; returns the seconds since the last ones, None for the first."""
         now = time.monotonic()
         gap = None if self.last_token is None else now - self.last_token
         self.last_token = now

@@ -1,4 +1,4 @@
-"""The interface of an engine for the server, in this process or another, and delivery of its events."""
+"""The server's interface of an engine, in this or another process, and event delivery."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Vocabulary(Protocol):
 
 
 class EngineClient(Protocol):
-    """What the server uses of an engine: `jaxserve.engine.Engine`, which describes it, or `RemoteEngine`.
+    """What the server uses of an engine: `jaxserve.engine.Engine` or `RemoteEngine`.
 
     `report`, `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady until the engine is ready for
     the first time; nothing else does. A recorder is called on an engine thread or on the event loop.

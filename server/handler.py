@@ -95,7 +95,7 @@ class RequestHandler:
         return self._closed or self.engine.problem or self.problem
 
     def enter(self) -> None:
-        """Counts a call against its tenant's rate, before it is parsed. Raises ApiError while the queue is full."""
+        """Counts a call against its tenant's rate, unparsed. Raises ApiError on a full queue."""
         # A closed server refuses calls with its own reason. An engine that is not ready has no queue yet.
         if self.closed is not None or not self.engine.takes_requests:
             return
@@ -246,7 +246,7 @@ class RequestHandler:
             return request, answers
 
     def fill_context(self, request: Request, most: int | None = None) -> Request:
-        """The request with the rest of the context as its max_tokens, for a caller who gives no limit.
+        """The request with the rest of the context as max_tokens, for callers without a limit.
 
         Args:
           most: most tokens to generate, unless its min_tokens are more.
@@ -257,7 +257,7 @@ class RequestHandler:
         return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
 
     def truncate(self, request: Request, most: int) -> Request:
-        """The request with the last `most` tokens of its prompt; -1 keeps as many as fit beside its max_tokens."""
+        """The request with its prompt's last `most` tokens; -1: as many as fit beside max_tokens."""
         if most < 0:
             most = max(1, self._longest - request.sampling.max_tokens)
         return replace(request, prompt=request.prompt[-most:])

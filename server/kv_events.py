@@ -37,7 +37,7 @@ class KvEventBatch(NamedTuple):
 
 
 class Missed(LookupError):
-    """The batches after a number are not all kept, or the number is of another run of the server."""
+    """Some batches after a number are gone, or the number is of another run of the server."""
 
 
 class KvEventLog:

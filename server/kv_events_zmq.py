@@ -1,4 +1,4 @@
-"""Publishes KV events over ZMQ as vLLM does, for the routers that read its events (llm-d, Dynamo, smg).
+"""Publishes KV events over ZMQ as vLLM does, for routers (llm-d, Dynamo, smg).
 
 A message has three frames: topic, number of the batch (8 bytes, big-endian) and the batch in msgpack. Who misses some
 sends the first number that it wants to the replay endpoint (a DEALER sends an empty frame and the number), and gets all
@@ -24,7 +24,7 @@ _MOST_UNSENT = 100_000  # messages for one subscriber; later ones are dropped un
 
 
 class ZmqPublisher:
-    """Sends the batches of a log to all subscribers, on a thread of its own. Subscribers never hold it up.
+    """Sends a log's batches to all subscribers on its own thread; they never delay it.
 
     Args:
       endpoint: bound if it has a wildcard or is a file (ipc://), and else connected to, as in vLLM.

@@ -39,7 +39,7 @@ _SWITCH_SECONDS = 0.001  # after which a thread that parses a long body lets the
 
 
 class Greet(Protocol):
-    """Tells of a server that is ready: its settings, gRPC port, HTTP port or None, and whether it has a tokenizer."""
+    """Announces a ready server: settings, gRPC port, HTTP port or None, has a tokenizer."""
 
     def __call__(self, chosen: ServeSettings, port: int, http_port: int | None, /, *, has_tokenizer: bool) -> None: ...
 
@@ -216,7 +216,7 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
 
 
 def _use_template(settings: ServeSettings, tokenizer: Tokenizer | None) -> None:
-    """Replaces the chat template of a checkpoint and its form of calls, as the settings say. Raises ValueError."""
+    """Replaces a checkpoint's chat template and call form by the settings'. Raises ValueError."""
     if settings.chat_template is not None:
         if tokenizer is None:
             raise ValueError("--chat-template needs a tokenizer, and this checkpoint has none")
@@ -250,7 +250,7 @@ def _lifecycle(settings: ServeSettings, greet: Greet, engine: RemoteEngine, supe
 
 
 def wedged_seconds(cluster: ClusterConfig | None, engine: RemoteEngine) -> Callable[[], float] | None:
-    """Tells how long host 0 of several may complete no iteration; None for an engine on one host."""
+    """How long host 0 of several may complete no iteration; None on one host."""
 
     def deadline() -> float:
         assert cluster is not None

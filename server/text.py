@@ -44,11 +44,11 @@ class TextTools:
         return None if most is None else tokens * most
 
     def check_fits(self, field: str, text: str, tokens: int) -> None:
-        """Raises InvalidRequest for a text that must have more than `tokens` tokens; does not tokenize it."""
+        """InvalidRequest for a text that must exceed `tokens` tokens; does not tokenize it."""
         parsing.check_text(field, text, self.longest(tokens))
 
     async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
-        """The token ids of a text. Raises ApiError, naming the field, for a text that has none or cannot fit."""
+        """The token ids of a text. Raises ApiError, naming the field, if there are none or too many."""
         self.check_fits(field, text, self._engine.max_context)
         try:
             ids = await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)

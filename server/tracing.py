@@ -10,7 +10,7 @@ from server.call import Observer, RequestTiming
 
 
 class Tracing(Observer):
-    """Sends a span for each request once it has ended, as a child of the caller's span, if it sent a traceparent.
+    """Sends a span for each ended request, a child of the span in the caller's traceparent.
 
     OpenTelemetry's environment variables set the endpoint (OTEL_EXPORTER_OTLP_ENDPOINT and others).
 

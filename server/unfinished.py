@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 class UnfinishedBodies:
-    """Ends the bodies that have taken longest, while all unfinished ones together hold more than `most` bytes.
+    """Bounds the bytes of unfinished bodies: beyond `most`, those that take longest end.
 
     So callers who send bodies without end take memory only up to a bound, and lose to those whose bodies arrive.
     """

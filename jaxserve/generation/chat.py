@@ -14,7 +14,9 @@ _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 def read(messages: Any) -> list[dict[str, Any]]:
-    """Validates messages and returns them for a chat template: role, content, and perhaps name and calls of tools.
+    """Validates messages and returns them for a chat template.
+
+    They have a role, content, and perhaps a name and tool calls.
 
     A content is a string, or a list of `{"type": "text", "text": ...}` parts as OpenAI's clients send them; the parts
     are joined. An assistant's message may have `tool_calls`, whose arguments become objects, and the answer of a tool
@@ -60,7 +62,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A call of a tool, with its arguments as an object: templates write them as JSON themselves."""
+    """A tool call with its arguments as an object: templates write them as JSON themselves."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _wrong(f"has a message whose tool_calls hold {shown(call)}; each must have a function with a name")

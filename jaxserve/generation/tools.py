@@ -22,7 +22,7 @@ _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "conta
 
 
 def read(tools: Any) -> list[dict[str, Any]]:
-    """Validates tools and returns them for a chat template; reading the result again returns it unchanged.
+    """Validates tools and returns them for a chat template; idempotent.
 
     Each is `{"type": "function", "function": {"name": ..., "description": ..., "parameters": SCHEMA}}`. With
     `"strict": true` the objects in its schema are closed: they have all of their properties and no others.
@@ -114,7 +114,7 @@ class ToolUse:
         return grammar.json_schema("tools", self.schemas[self.choice])
 
     def check(self, template: ChatTemplate | None) -> None:
-        """Raises InvalidRequest if the model cannot be told of the tools, or its calls cannot be read."""
+        """Raises InvalidRequest if the template takes no tools, or the calls cannot be read."""
         if self.choice != "auto" or template is None:
             return
         if "tools" not in template.with_tools.variables:
@@ -142,7 +142,7 @@ class ToolUse:
 
 
 def read_use(tools: Any, choice: Any, *, parallel: bool = True) -> ToolUse | None:
-    """The use of tools that a call's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None for none.
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls` of a call; None without tools.
 
     Raises:
       InvalidRequest: naming the field.

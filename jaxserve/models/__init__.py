@@ -44,7 +44,7 @@ Params = dict[str, Any]
 
 
 def is_tuple(leaf: Any) -> bool:
-    """Whether a node is a leaf of `Model.axes` or `Model.stored`; jax.tree would descend into tuples."""
+    """Whether a node is a leaf of `Model.axes` or `Model.stored`: jax.tree enters tuples."""
     return isinstance(leaf, tuple)
 
 
@@ -71,7 +71,7 @@ _MOST_LAYERS = 1024
 
 
 def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
-    """Parses the entries of a config.json; of a model of images and text, those of its text model.
+    """Parses a config.json; of a model of images and text, the part of its text model.
 
     Raises:
       ValueError: an entry is invalid; the message names it.
@@ -89,7 +89,7 @@ def parse_config(entries: Mapping[str, Any]) -> ModelConfig:
 
 
 class HeadWeights(NamedTuple):
-    """The matrix of the head ([V, E], or Quantized, or bound to a matmul by `products.bind`) and its bias, if any."""
+    """The head's matrix ([V, E], Quantized, or bound by `products.bind`) and its bias, if any."""
 
     table: Any
     bias: Any
@@ -249,7 +249,7 @@ class Model:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
 
     def _each_piece(self, of: Callable[[str, dict[str, Any]], Any]) -> Params:
-        """A tree of what `of(piece, its parameters)` gives for the embedding, each layer and the head."""
+        """A tree of `of(piece, its parameters)` for the embedding, each layer and the head."""
         return {
             "embed": of("embed", self._embed_state),
             "layers": [of("layer", state) for _, _, state in self._blocks],
@@ -283,7 +283,7 @@ class Model:
         return self._each_piece(lambda piece, state: _entries_of(state, table[piece]))
 
     def axis_sizes(self) -> dict[str, int]:
-        """Units along each logical axis; an array may hold several numbers a unit (q, k, v of a head)."""
+        """Units along each logical axis; a unit may be several numbers (q, k, v of a head)."""
         return dict(self._axis_sizes)
 
     @functools.cached_property

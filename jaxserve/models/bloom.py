@@ -91,7 +91,7 @@ class Embed(nnx.Module):
 
 
 class Block(TransformerBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
+    """x [T, H] -> [T, H]: attention, then feed-forward, each behind a norm and with a residual."""
 
     config: BloomConfig
 

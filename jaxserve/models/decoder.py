@@ -74,7 +74,7 @@ def sizes(
     activation: str = "silu",
     **defaults: Any,
 ) -> dict[str, Any]:
-    """What `DecoderConfig` takes of the entries that these families name alike; positions are not rotated yet.
+    """`DecoderConfig` fields that all these families spell alike, but the rotation's.
 
     Defaults are Llama's; a family passes its own, as `ConfigNames.read` takes them.
     """
@@ -82,7 +82,7 @@ def sizes(
 
 
 def mixture(fields: Fields, *names: str, default: int, per_token: int = 2) -> dict[str, Any]:
-    """The number of experts, whose entry has one of these names, and how many of them serve a token."""
+    """The number of experts, under one of these names, and how many of them serve a token."""
     count, chosen = fields.count(*names, default=default), fields.count("num_experts_per_tok", default=per_token)
     if chosen > count:
         raise ValueError(f"num_experts_per_tok is {chosen}; it must be at most {names[0]}, which is {count}")
@@ -126,7 +126,7 @@ def hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
 
 
 class DecoderBlock(PreNormBlock):
-    """x [T, H] -> [T, H]: the layer of Llama (arXiv:2302.13971), with the switches of `DecoderConfig`.
+    """x [T, H] -> [T, H]: Llama's layer (arXiv:2302.13971) with `DecoderConfig`'s switches.
 
     Args:
       norm: makes the norms of hidden states and of heads.

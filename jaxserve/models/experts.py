@@ -1,4 +1,6 @@
-"""Mixtures of experts: a router chooses a few of many feed-forwards for each token (arXiv:1701.06538, 2401.04088).
+"""Mixtures of experts: a router picks a few of many feed-forwards for each token.
+
+Sources: arXiv:1701.06538, arXiv:2401.04088.
 
 Tokens are sorted by expert, and each expert multiplies its run of them. No token is dropped, and padding goes nowhere.
 """
@@ -61,7 +63,7 @@ def softmax_of_chosen(logits: Float32[jax.Array, "T E"], count: int) -> tuple[ja
 
 
 def chosen_of_softmax(logits: Float32[jax.Array, "T E"], count: int) -> tuple[jax.Array, jax.Array]:
-    """(weights [T, count], experts [T, count]): the largest logits, and what a softmax over all gives them."""
+    """(weights, experts), each [T, count]: the largest logits with their softmax over all."""
     chosen, experts = jax.lax.top_k(jax.nn.softmax(logits), count)
     return chosen, experts
 

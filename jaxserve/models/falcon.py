@@ -1,4 +1,4 @@
-"""Falcon (arXiv:2311.16867): multi-query or grouped-query attention, parallel attention, rotary positions or ALiBi."""
+"""Falcon (arXiv:2311.16867): multi-query or grouped heads, parallel halves, rotary or ALiBi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): norms around each half, soft caps, and windows in every other layer."""
+"""Gemma 2 (arXiv:2408.00118): norms around each half, soft caps, alternating windows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _norm = partial(RMSNorm, offset=1.0)
 
 
 class Embed(TokenEmbed):
-    """tokens [T], positions [T] -> [T, H]: the token table's rows times the square root of H, in their dtype."""
+    """tokens [T], positions [T] -> [T, H]: rows of the table times sqrt(H), in their dtype."""
 
     def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         x = super().__call__(tokens, positions)
@@ -111,7 +111,7 @@ class Embed(TokenEmbed):
 
 
 class Block(DecoderBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and after it and a residual around."""
+    """x [T, H] -> [T, H]: attention, then feed-forward, each between two norms, with a residual."""
 
     def __init__(self, config: GemmaConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
         super().__init__(config, rngs, layer, norm=_norm)

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3 (arXiv:2503.19786): Gemma 2 with QK-norm, and its own rotation behind windows."""
+"""Text models of Gemma 3 (arXiv:2503.19786): Gemma 2 with QK-norm and two rotations."""
 
 from __future__ import annotations
 

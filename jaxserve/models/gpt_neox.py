@@ -1,4 +1,4 @@
-"""GPT-NeoX (arXiv:2204.06745; also Pythia): rotary positions, attention and feed-forward side by side, its own head."""
+"""GPT-NeoX (arXiv:2204.06745; also Pythia): rotary, parallel halves, untied head."""
 
 from __future__ import annotations
 

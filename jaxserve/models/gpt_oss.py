@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): attention sinks, windows in every other layer, experts with a bounded activation."""
+"""gpt-oss (arXiv:2508.10925): attention sinks, alternating windows, experts."""
 
 from __future__ import annotations
 

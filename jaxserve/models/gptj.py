@@ -1,4 +1,4 @@
-"""GPT-J (github.com/kingoflolz/mesh-transformer-jax): rotary pairs of neighbours, both halves behind one norm."""
+"""GPT-J (github.com/kingoflolz/mesh-transformer-jax): interleaved rotary, parallel halves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hf_config(config: GPTJConfig) -> dict[str, Any]:
 
 
 def Block(config: GPTJConfig, rngs: nnx.Rngs, layer: int = 0) -> ParallelBlock:
-    """The layer: attention, whose projections have no biases, beside the feed-forward, behind one norm."""
+    """The layer: attention without projection biases beside the feed-forward, behind one norm."""
     return ParallelBlock(config, rngs, layer, one_norm=True, attention_bias=False, rotary=config.rotary)
 
 

@@ -1,4 +1,4 @@
-"""How families name what they have in common: entries of a config.json, and tensors of a checkpoint."""
+"""How families name what they share: entries of config.json, tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.models.schema import Fields, ModelConfig, Stored, head_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigNames:
-    """Names of the entry of a config.json that holds an attribute of a ModelConfig, the preferred one first.
+    """config.json's names of each attribute of a ModelConfig, the preferred one first.
 
     None where there is no such entry: then the family's default holds. All families call the vocabulary's size, the
     special tokens and the tying of embeddings alike.
@@ -43,7 +43,7 @@ class ConfigNames:
         ffn_ratio: int | None = None,
         max_position: int | None = None,
     ) -> dict[str, Any]:
-        """What the family's ModelConfig takes of these entries; `activation`, `norm_eps` and others hold where absent.
+        """What the family's ModelConfig takes of these entries; the arguments fill absent ones.
 
         Args:
           tied: whether the head is the token table.

@@ -73,7 +73,7 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x [..., S] -> [..., S] in x's dtype, divided by its root mean square (arXiv:1910.07467); computed in float32.
+    """x [..., S] -> [..., S] over its root mean square, computed in float32 (arXiv:1910.07467).
 
     Args:
       size: S; the hidden size by default.
@@ -164,7 +164,7 @@ class TransformerBlock(nnx.Module):
     def attention(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
     ) -> tuple[Float32[jax.Array, "T H"], Any]:
-        """Self-attention of x, which a norm has seen or not; returns (its output, the updated cache)."""
+        """Self-attention of x, normed or not; returns (its output, the updated cache)."""
         dtype = x.dtype
         wide = self.rotary is not None or self.q_norm is not None
         q, k, v = split_heads(self.project_qkv(x), self.config, jnp.dtype(jnp.float32) if wide else dtype)
@@ -190,7 +190,7 @@ class TransformerBlock(nnx.Module):
 
 
 class PreNormBlock(TransformerBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
+    """x [T, H] -> [T, H]: attention, then feed-forward, each behind a norm and with a residual."""
 
     def __call__(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
@@ -203,7 +203,7 @@ class PreNormBlock(TransformerBlock):
 
 
 class ParallelBlock(TransformerBlock):
-    """x [T, H] -> [T, H]: attention and feed-forward side by side, with one residual around both."""
+    """x [T, H] -> [T, H]: attention beside feed-forward, with one residual around both."""
 
     def __call__(
         self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
@@ -273,7 +273,7 @@ class RMSNormedHead(NormedHead):
 def split_heads(
     qkv: Float[jax.Array, "T columns"], config: ModelConfig, dtype: DTypeLike
 ) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T K D"], Float[jax.Array, "T K D"]]:
-    """Splits columns that lie [K, G + 2, D] into q, k and v, for K KV heads with G = N / K queries each.
+    """Splits [K, G + 2, D] columns into q, k and v: K KV heads with G = N / K queries each.
 
     The queries, the key and the value of a KV head are adjacent, so a device that holds a share of the columns holds
     whole heads.
@@ -285,5 +285,5 @@ def split_heads(
 
 
 def soft_cap(x: Float[jax.Array, "*S"], cap: float | None) -> Float[jax.Array, "*S"]:
-    """cap * tanh(x / cap), which stays within the cap (Gemma 2, arXiv:2408.00118, section 2); x itself without one."""
+    """cap * tanh(x / cap) (Gemma 2, arXiv:2408.00118, section 2); x itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

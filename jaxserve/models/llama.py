@@ -1,4 +1,4 @@
-"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783): the first of the decoders with RMSNorm and gated feed-forwards."""
+"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783): RMSNorm and gated feed-forwards."""
 
 from __future__ import annotations
 

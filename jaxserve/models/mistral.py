@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama with a sliding window, in all layers or in those that `layer_types` names."""
+"""Mistral (arXiv:2310.06825): Llama with a sliding window in all or some layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): Mistral's layers with eight feed-forwards, two of which serve a token."""
+"""Mixtral (arXiv:2401.04088): Mistral with eight feed-forwards, two for each token."""
 
 from __future__ import annotations
 

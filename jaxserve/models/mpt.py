@@ -101,7 +101,7 @@ _norm = partial(LayerNorm, bias=False)
 
 
 class Block(PreNormBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm before and a residual around it."""
+    """x [T, H] -> [T, H]: attention, then feed-forward, each behind a norm and with a residual."""
 
     config: MPTConfig
 

@@ -1,4 +1,4 @@
-"""OPT (arXiv:2205.01068): learned positions, norms before or after each half, in one size a narrower token table."""
+"""OPT (arXiv:2205.01068): learned positions, norms before or after; one has a narrow table."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Embed(nnx.Module):
 
 
 class Block(PreNormBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a residual around it and a norm before or after."""
+    """x [T, H] -> [T, H]: attention, then feed-forward, each with a residual and one norm."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
         super().__init__(
@@ -137,7 +137,7 @@ class Block(PreNormBlock):
 
 
 class Head(nnx.Module):
-    """The last norm, the projection to a narrower token table, and the head's own table: each where there is one."""
+    """Last norm, projection to a narrower token table, and own head: each where there is one."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
         words, hidden = config.word_embed_size, config.hidden_size

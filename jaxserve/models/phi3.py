@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219, 2412.08905): Llama with fused projections, a window and partly rotated heads."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219, 2412.08905): fused projections, window, partial rotary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How models multiply: matrices, plain or int8, bound to the product of a program's devices or to none.
+"""Matrix products of models: plain or int8, bound to a device's product or to none.
 
 Matrices lie [out, in], because a CPU reads them in order when it multiplies few rows; accelerators take either order.
 The runner binds weights to a matmul for its devices (`bind`); unbound weights are multiplied by `dot`.
@@ -22,7 +22,7 @@ class Products(Protocol):
     """The matrix products of a program's devices."""
 
     def __call__(self, x: jax.Array, matrix: Any, dtype: DTypeLike) -> jax.Array:
-        """x [T, in] times a matrix [out, in], which may be Quantized -> float32[T, out] (see `project`)."""
+        """x [T, in] times a matrix [out, in] (plain or Quantized) -> float32[T, out]."""
         ...
 
     def experts(

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671, 2412.15115): Llama with biases of q, k and v; upper layers may have windows."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671, 2412.15115): Llama with QKV biases, some windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
 
 
 def windows(fields: Fields) -> tuple[int | None, ...]:
-    """The window of each layer: the layers from `max_window_layers` on have one, if `use_sliding_window`."""
+    """Each layer's window: from `max_window_layers` on, if `use_sliding_window`."""
     used = fields.flag("use_sliding_window", default=False)
     size = fields.count_or_none("sliding_window", default=4096) if used else None
     first = int(fields.number("max_window_layers", default=28.0))  # may be 0

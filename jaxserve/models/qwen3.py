@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): Qwen2 with a norm of each head's queries and keys in place of biases."""
+"""Qwen3 (arXiv:2505.09388): Qwen2 with QK-norm in place of biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) and the ways to stretch it over longer contexts."""
+"""Rotary positions (RoFormer, arXiv:2104.09864) and ways to stretch them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rotary:
         return turned if not rest.size else jnp.concatenate([turned, rest], axis=-1)
 
     def _at(self, positions: jax.Array) -> jax.Array | np.ndarray:
-        """The frequencies of each token: [size / 2] or, where they depend on its position, [T, size / 2]."""
+        """Each token's frequencies: [size / 2], or [T, size / 2] where they depend on its position."""
         if self.kind != "dynamic":
             return self.frequencies()
         length = jnp.maximum(positions + 1, self.original).astype(jnp.float32)
@@ -82,7 +82,7 @@ class Rotary:
         return plain.astype(np.float32)
 
     def _divided(self) -> np.ndarray:
-        """Which share of each pair's frequency YaRN divides: 0 for fast pairs, 1 for slow ones, a ramp between."""
+        """YaRN's ramp: the share of a frequency that it divides, 0 for fast pairs, 1 for slow ones."""
 
         def pair(rotations: float) -> float:
             return self.size * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -112,7 +112,7 @@ class Rotary:
 
 
 def rotated(fields: Fields, values: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """What `ConfigNames.read` returned, with the rotation (see `parse`) and the positions that it stretches to."""
+    """Adds the rotation (see `parse`) and stretched positions to `ConfigNames.read`'s result."""
     turned = parse(fields.entries, values["head_dim"], max_position=values["max_position"], **defaults)
     return values | {"rotary": turned, "max_position": turned.longest(values["max_position"])}
 

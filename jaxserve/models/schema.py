@@ -1,4 +1,4 @@
-"""Model configurations, their parsing from config.json, and how checkpoints store parameters."""
+"""Model configurations, their parsing from config.json, and the storage of parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ModelConfig:
         return self.attention_scale(layer), self.window(layer)
 
     def window(self, layer: int) -> int | None:
-        """The layer's sliding window: most tokens that one attends to, itself included; None for all."""
+        """The layer's window: most tokens that one attends to, itself included; None for all."""
         return self.windows[layer] if self.windows else None
 
     @property
@@ -151,7 +151,7 @@ class Stored(NamedTuple):
         return (self.name,)
 
     def view(self, values: np.ndarray) -> np.ndarray:
-        """A tensor as the parameter lies in it: [out, in], or [out] of a bias; stacks have leading axes."""
+        """A tensor in the parameter's layout: [out, in], a bias [out]; stacks have leading axes."""
         if self.transposed:
             values = values.swapaxes(-1, -2)
         if self.every is not None:
@@ -216,7 +216,7 @@ class Fields:
         return value
 
     def count_or_none(self, *names: str, default: int | None) -> int | None:
-        """A whole number of at least 1; None if it is null, the default if it is absent (as in transformers)."""
+        """A whole number of at least 1; None if null, the default if absent (as in transformers)."""
         given = any(name in self.entries for name in names)
         return self.count(*names, default=0) or None if given else default
 
@@ -230,7 +230,7 @@ class Fields:
         return float(value)
 
     def number_or_none(self, name: str, *, default: float | None) -> float | None:
-        """A positive number; None if it is null or 0, the default if it is absent (as in transformers)."""
+        """A positive number; None if null or 0, the default if absent (as in transformers)."""
         return self.number(name, default=0.0) or None if name in self.entries else default
 
     def within(self, name: str) -> Fields:
@@ -258,7 +258,7 @@ class Fields:
         return _ACTIVATION_NAMES[value]
 
     def tokens(self, name: str, vocab_size: int, *, default: int | None) -> tuple[int, ...]:
-        """A token id or a list of them; none if it is null, the default if it is absent (as in transformers)."""
+        """Token ids, from one or a list; none if null, the default if absent (as in transformers)."""
         value = self.entries.get(name, default)
         listed = [] if value is None else value if isinstance(value, list) else [value]
         for token in listed:

@@ -25,7 +25,7 @@ OpenStream = Callable[[Iterator[pb.FromWorker]], Iterator[pb.FromMaster]]
 
 
 class ControlChannel:
-    """What host 0 (`HostGroup`) and a worker (`MasterConnection`) both do on the channel during the start."""
+    """Calls on the channel during the start, by host 0 (`HostGroup`) and `MasterConnection`."""
 
     def reached(self, step: str) -> None:
         """Announce this host's step of the start."""
@@ -36,7 +36,7 @@ class ControlChannel:
         return self._decide(pb.Vote(about=about, value=value)).value
 
     def check(self, about: str, problem: str) -> str:
-        """Wait for every host's problem and return all of them with their hosts, "" if there is none."""
+        """Waits for every host's problem ("" for none); returns all of them by host."""
         return self._decide(pb.Vote(about=about, problem=problem)).problem
 
     def _decide(self, mine: pb.Vote) -> pb.Agreed:

@@ -1,4 +1,4 @@
-"""A process's place among several hosts, as the environment variables of its cluster tell it (`--hosts auto`)."""
+"""A process's place among hosts, from its cluster's environment (`--hosts auto`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place:
     local_size: int = 1
 
     def local_devices(self, each: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-        """Devices of this machine for this process, of which a process needs `each`; None for all that it sees."""
+        """This machine's devices for this process, which needs `each`; None for all it sees."""
         chosen = environment.get("CUDA_VISIBLE_DEVICES")
         if self.local_size == 1 or (chosen is not None and len(chosen.split(",")) == each):
             return None
@@ -40,7 +40,7 @@ class Place:
 
 
 class _Variables:
-    """The variables of a recognised cluster. Raises ValueError with the name of one that is missing or wrong."""
+    """Variables of a recognised cluster; ValueError names one that is missing or wrong."""
 
     def __init__(self, cluster: str, environment: Mapping[str, str], hint: str) -> None:
         self._cluster, self._environment, self._hint = cluster, environment, hint
@@ -133,7 +133,7 @@ def _hydra(name: str, variables: _Variables) -> Place:
 
 
 def _slurm(name: str, variables: _Variables) -> Place:
-    """The variables of the step: those of the job are set in a batch script too, which runs once."""
+    """Variables of the job step: those of the job are in a batch script too, which runs once."""
     each = _tasks_of_nodes(variables.text("SLURM_STEP_TASKS_PER_NODE"))
     node = variables.number("SLURM_NODEID")
     port = _free_port(variables.number("SLURM_JOB_ID") * 31 + variables.number("SLURM_STEP_ID"))

@@ -47,7 +47,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """This host's place in a group of hosts. Flags come from the metadata of fields. Times are in seconds.
+    """This host's place in a group of hosts. Times are in seconds; flags come from the metadata.
 
     Attributes:
       hosts: number of hosts; each has the same number of devices.
@@ -167,7 +167,7 @@ def _is_loopback(interface: str) -> bool:
 
 
 def stages_of(config: EngineConfig, hosts: int) -> dict[int, tuple[int, ...]]:
-    """The stages that have devices on each host: the hosts share the devices of all stages evenly, in order."""
+    """Stages with devices on each host: hosts share the devices of all stages evenly, in order."""
     size = config.stage_devices
     each = size * config.stages // hosts
     return {host: tuple(range(host * each // size, ((host + 1) * each - 1) // size + 1)) for host in range(hosts)}

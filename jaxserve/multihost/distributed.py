@@ -53,7 +53,7 @@ def leave() -> None:
 
 
 def keep_client() -> None:
-    """Keep jax's client until the process ends: its destructor would wait for copies that never end."""
+    """Keeps jax's client to the end: its destructor would wait for copies that never end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))
 
 
@@ -71,7 +71,7 @@ def _own_address(cluster: ClusterConfig) -> str:
 
 
 def _reserve_port(address: str) -> int:
-    """Reserve a port for jax's transfer server, which binds it with SO_REUSEPORT at the first copy.
+    """Reserves a port for jax's transfer server, which binds it at the first copy.
 
     The port stays bound until the process ends, so that no other socket gets it before.
     """

@@ -85,7 +85,7 @@ def cause_of(problems: Iterable[Symptom]) -> Symptom:
 
 
 def one_line(problem: Exception) -> str:
-    """An error's message in one line: its first line, or its last one if it contains a traceback."""
+    """An error's message in one line: its first, or its last if it has a traceback."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__

@@ -1,4 +1,4 @@
-"""The flight recorder keeps the iterations of the last minutes, and the state of the rows before them.
+"""Keeps the iterations of the last minutes, and the rows' state before them.
 
 When an iteration is too old, it leaves the ring and is applied to the rows. So the rows are always in the state before
 the first iteration of the ring. Keys and values are not kept: a replay computes them from tokens and block tables.

@@ -248,7 +248,7 @@ class _Replay:
         return 0 if self._window is None else blocks_behind(start, self._window, self._block_size)
 
     def _misses(self, admission: Admission, behind: int) -> bool:
-        """Whether the cached prefix that a request reuses has not been computed yet, after `behind` blocks."""
+        """Whether the prefix that a request reuses is still uncomputed, after `behind` blocks."""
         size = self._block_size
         return any(
             self._held.get(block) != hash(admission.tokens[: (column + 1) * size])
@@ -256,7 +256,7 @@ class _Replay:
         )
 
     def _compute(self, admission: Admission, end: int, behind: int) -> None:
-        """Compute the keys and values of a row's first positions into its blocks, after `behind` spare ones."""
+        """Computes a row's first keys and values into its blocks, after `behind` spare ones."""
         buckets = self._pipeline.stages[0].buckets
         spare = range(self._recording.n_blocks, self._recording.n_blocks + behind)
         admission = dataclasses.replace(admission, blocks=(*spare, *admission.blocks[behind:]))

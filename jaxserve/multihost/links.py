@@ -49,7 +49,7 @@ class DirectLink:
         self._source, self._target = source.everywhere, target.everywhere
 
     def send(self, x: jax.Array | None, what: jax.ShapeDtypeStruct) -> jax.Array | None:
-        """Copy between hosts. On a host without devices of the source, the array has no local shards."""
+        """Copies between hosts; without devices of the source, the array has no local shards."""
         if x is None:
             x = jax.make_array_from_single_device_arrays(what.shape, self._source, [], dtype=what.dtype)
         received = jax.device_put(x, self._target)

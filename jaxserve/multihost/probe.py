@@ -1,4 +1,4 @@
-"""Chooses the links between hosts: direct ones if every host can send a few numbers over each of them."""
+"""Chooses the links between hosts: direct ones, if a few numbers pass over each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def choose_links(
     party: ControlChannel,
     tell: Callable[[str], None],
 ) -> list[Link]:
-    """The links of the kind that the settings name, or that works on all hosts. All hosts call this together.
+    """The links that the settings name, or that work on all hosts, which call this together.
 
     Args:
       sizes: tokens of each bucket.
@@ -65,7 +65,7 @@ def choose_links(
 
 
 def probe(stages: Sequence[StagePrograms], check: Callable[[str, str], str], seconds: float = _SECONDS) -> str:
-    """Send a few numbers over every link between hosts with `DirectLink`. All hosts call this together.
+    """Sends a few numbers over every `DirectLink` between hosts, which call this together.
 
     Over sockets (CPUs), the senders of a link start before its receivers. A host's socket listens only from its first
     copy on. A sender refuses layouts that sockets do not support; a receiver would wait for its numbers for ever.

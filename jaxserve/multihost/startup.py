@@ -60,7 +60,7 @@ Tell = Callable[[str], None]
 
 
 class _Prepared(NamedTuple):
-    """What every host has before the first plan: compiled stages, links, and figures of the start.
+    """What every host has before the first plan: compiled stages, links, figures of the start.
 
     Attributes:
       programs: of all stages.

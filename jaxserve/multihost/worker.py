@@ -73,7 +73,7 @@ class MasterConnection(channel.ControlChannel):
         self._watchdog = ProcessWatchdog(self._look, self._beat)
 
     def join(self) -> None:
-        """Join the group. Raises ValueError if host 0 cannot be reached, is a stranger or refuses this host."""
+        """Joins the group; ValueError if host 0 is out of reach, is a stranger or refuses this host."""
         address, open_stream = self._cluster.control, channel.connect(self._cluster)
         hello, cluster = handshake.hello(), self._cluster
         self._out.put(pb.FromWorker(hello=hello))

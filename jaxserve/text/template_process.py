@@ -1,4 +1,4 @@
-"""Compiles and renders chat templates in another process, which can be killed and has little memory.
+"""Chat templates in another process, which can be killed and has little memory.
 
 A template of a checkpoint is a program. Jinja's sandbox keeps it from the rest of Python, but not from a loop without
 end or a text that fills the memory; both may happen while it is compiled too, where constants are folded. So this file

@@ -17,7 +17,7 @@ _SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split",
 
 
 def most_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> int | None:
-    """Most bytes of a text, in UTF-8, that one token stands for; None if there is no bound, or it is not known.
+    """Most UTF-8 bytes of text that a token stands for; None if unbounded or unknown.
 
     There is none where a step may remove a part of the text, or one token may stand for a run of unknown characters.
 

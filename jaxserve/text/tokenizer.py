@@ -81,11 +81,11 @@ class Tokenizer:
         return self.text([token for token in ids if self.is_text(token)])
 
     def stream(self, prompt: Sequence[int] = (), *, special_tokens: bool = False) -> TextStream:
-        """A stream that decodes the tokens after this prompt, perhaps with the names of special tokens."""
+        """A stream that decodes the tokens after this prompt, special ones by name if asked."""
         return TextStream(self, prompt, special_tokens=special_tokens)
 
     def is_text(self, token: int, *, special_tokens: bool = False) -> bool:
-        """Whether a token can have text: it is in the tokenizer's vocabulary and, unless they count, not special."""
+        """Whether a token may have text: it is in the vocabulary, and special only if those count."""
         return (special_tokens or token not in self._special) and 0 <= token < self.vocab_size
 
     def _token_bytes(self, token: int) -> bytes:

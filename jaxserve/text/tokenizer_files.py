@@ -76,7 +76,7 @@ def read(directory: Path) -> tokenizers.Tokenizer | None:
 
 
 def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
-    """Reads (file, token ids by text) of a directory's vocabulary; no ids if it has no tokenizer.
+    """Reads (file, token ids by text) of a directory's vocabulary; no ids without one.
 
     Raises:
       ValueError: a file exists and cannot be read.

@@ -16,7 +16,7 @@ Reader = Generator[None, str, Any]  # gets one character at a time, and "" at th
 
 
 class Piece(NamedTuple):
-    """A piece of an answer: text, the name with which a call begins, or more of that call's arguments (JSON)."""
+    """A piece of an answer: text, a begun call's name, or more of its arguments (JSON)."""
 
     kind: Literal["content", "name", "arguments"]
     text: str
@@ -109,7 +109,7 @@ class ToolParser:
 
     @contextlib.contextmanager
     def attempt(self, before: str = "") -> Iterator[None]:
-        """The block reads a call. If it finds none, what it has read is read again as text, `before` put first."""
+        """The block reads a call; if it finds none, that is read again as text after `before`."""
         calls, self._tape = self.calls, []
         try:
             yield

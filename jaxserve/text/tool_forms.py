@@ -24,7 +24,7 @@ def _read_hermes(out: ToolParser) -> Reader:
 
 
 def _read_qwen3_coder(out: ToolParser) -> Reader:
-    """`<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`, between texts."""
+    """Between texts: `<tool_call><function=f><parameter=a>text</parameter>...</tool_call>`."""
     while (yield from out.text_until("<tool_call>")):
         with out.attempt("<tool_call>"):
             yield from _word("<function=")
@@ -56,7 +56,7 @@ def _read_llama(out: ToolParser) -> Reader:
 
 
 def _read_mistral(out: ToolParser) -> Reader:
-    """`[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` for each call."""
+    """`[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, or `[TOOL_CALLS]f[ARGS]{...}` a call."""
     marker = "[TOOL_CALLS]"
     while (yield from out.text_until(marker)):
         with out.attempt(marker):
@@ -165,7 +165,7 @@ def _schema_of(schema: Any, key: str) -> Any:
 
 
 def _as_json(value: str, schema: Any) -> str:
-    """The JSON of an argument that is written as plain text: a string, unless its schema asks for another type."""
+    """The JSON of an argument in plain text: a string, unless its schema has another type."""
     value = value.removeprefix("\n").removesuffix("\n")
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind != "string":

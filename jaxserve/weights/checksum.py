@@ -17,7 +17,7 @@ _READ = 4 * 2**20  # bytes
 
 
 class Checksum:
-    """CRC-32 of all bytes of some files, which finds any changed byte (not an attacker's choice of many).
+    """CRC-32 of files: it finds any changed byte, but not an attacker's choice of many.
 
     Args:
       files: in the order in which they are read.

@@ -60,7 +60,7 @@ def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec, platform: str) 
 
 
 def _memory_order(axes: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The order of a parameter's axes in a TPU's memory, the slowest first; None for the compiler's own choice.
+    """The order of a parameter's axes in a TPU's memory, slowest first; None: the compiler's.
 
     Parameters in another order are copied whole in every iteration: a lookup reads the rows of a table, and XLA's
     ragged product reads the kernels of experts [E, out, in] as [E, in, out] (compiled with jax 0.10.2).

@@ -1,4 +1,4 @@
-"""Reads Orbax checkpoints of other programs, as a mapping file describes them, and writes them as safetensors.
+"""Reads other programs' Orbax checkpoints by a mapping file; writes safetensors.
 
 The mapping file is TOML. It names the tensors of a Hugging Face checkpoint, which every family can be read from, and
 says which array of the Orbax checkpoint holds each, and how:
@@ -62,7 +62,7 @@ class MappedTensor:
     merge: tuple[int, int] | None = None
 
     def tensors(self, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors that an array holds, by name. Raises ValueError if a step does not fit its shape."""
+        """An array's tensors by name. Raises ValueError if a step does not fit its shape."""
         if self.layers is None:
             yield self.name, self._changed(values)
             return
@@ -119,7 +119,7 @@ def _entry(file: Path, table: Any) -> MappedTensor:
 
 
 def write_safetensors(directory: Path, mapping: Path, out: Path) -> Iterator[tuple[int, int]]:
-    """Writes the tensors of an Orbax checkpoint as safetensors with an index; yields (arrays done, of how many).
+    """Writes an Orbax checkpoint as indexed safetensors; yields (arrays done, total).
 
     Needs memory for one array at a time.
 

@@ -1,4 +1,4 @@
-"""Matrices of small integers packed in 32-bit words, as GPTQ, AWQ and compressed-tensors publish them."""
+"""Small integers packed in 32-bit words, as in GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Packing:
     zero: int = 0
 
     def unpack(self, words: np.ndarray, axis: int, bounds: list[tuple[int, int]]) -> np.ndarray:
-        """The integers, float32, between bounds that count integers along `axis` and words along the other."""
+        """Integers as float32, between bounds: integers along `axis`, words along the other."""
         per_word = _WORD // self.bits
         start, stop = bounds[axis]
         cut = [slice(*each) for each in bounds]
@@ -58,7 +58,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTensor(QuantizedTensor):
-    """A matrix [out, in] with the entries scale x (integer - zero point) (GPTQ, arXiv:2210.17323).
+    """A matrix [out, in] of scale x (integer - zero point) (GPTQ, arXiv:2210.17323).
 
     Attributes:
       values: int32 words; `packing` has their layout.

@@ -100,7 +100,7 @@ def convert(
 def convert_mapped(
     source: str | Path, target: str | Path, mapping: str | Path, progress: Progress | None = None
 ) -> None:
-    """Converts an Orbax checkpoint of another program to a Hugging Face directory, as a mapping file describes it.
+    """Converts another program's Orbax checkpoint to Hugging Face's layout, by a mapping file.
 
     The target is renamed into place when it is complete.
 
@@ -129,7 +129,7 @@ def _check_is_free(out: Path) -> None:
 
 @contextlib.contextmanager
 def _renamed_when_complete(source: Path, out: Path) -> Iterator[Path]:
-    """A directory with a copy of the source's configuration and tokenizer, which becomes `out` after the block."""
+    """A directory with the source's configuration and tokenizer, which becomes `out` at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

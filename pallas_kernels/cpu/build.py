@@ -69,7 +69,7 @@ def is_shipped() -> bool:
 
 
 def _open_shipped() -> ctypes.CDLL | None:
-    """The library that came with the package, if it was made from these sources and fits this system."""
+    """The library of the package, if it is of these sources and fits this system."""
     try:
         return ctypes.CDLL(str(_shipped(level()))) if is_shipped() else None
     except OSError:  # of an older C library
@@ -147,7 +147,7 @@ def is_compiled() -> bool:
 
 
 def _wanted(folder: Path) -> tuple[list[str], Path]:
-    """The compiler with its flags, and the library that it makes. Raises ValueError without a compiler."""
+    """The compiler's command and the library it makes; ValueError without a compiler."""
     target = level()
     command = _command(target)
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
@@ -160,7 +160,7 @@ def _shipped(target: str) -> Path:
 
 
 def ship() -> None:
-    """Compiles the libraries that a wheel made on this machine brings. Raises ValueError or OSError."""
+    """Compiles what a wheel made on this machine brings. Raises ValueError or OSError."""
     shutil.rmtree(_HERE / "prebuilt", ignore_errors=True)
     targets = [each for each in _LEVELS if each != "x86-64"] if level() in _LEVELS else [level()]
     for target in targets:

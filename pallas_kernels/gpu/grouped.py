@@ -1,4 +1,4 @@
-"""Products of runs of rows with a kernel each, for the experts of a layer, in Pallas with Triton.
+"""Products of runs of rows with a kernel each, for experts, in Pallas with Triton.
 
 A program multiplies a tile of an expert's rows by a part of its kernel. How many tiles there can be is static; a table
 says which rows each has. Programs beyond the last tile return at once, and the kernel of an expert without rows is not
@@ -48,7 +48,7 @@ _EXACT_TILINGS = {16: RunsTiling(16, 32, 32, 4, 2), 64: RunsTiling(64, 64, 32, 8
 
 
 def tile_rows(dtype: Any) -> tuple[int, ...]:
-    """The sizes of tiles for rows of a dtype: of these, the least that holds an expert's mean rows, or the largest."""
+    """Tile sizes for rows of a dtype: the least for an expert's mean rows, or the largest."""
     return tuple(_tilings(dtype))
 
 

@@ -102,7 +102,7 @@ class _Refs(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Tiles of keys and values in shared memory, with the barriers that say when they are full and free."""
+    """Tiles of keys and values in shared memory, and the barriers for full and free ones."""
 
     keys: Any
     values: Any
@@ -228,7 +228,7 @@ def _over_items(items: Any, shape: AttentionShape, body: Callable[[_Item, _Item,
 
 
 def _copy_tiles(refs: _Refs, tiles: _Tiles, shape: AttentionShape, item: _Item, before: jax.Array) -> None:
-    """Copy the tiles of an item's context to shared memory; behind the last block, copy that block again."""
+    """Copies the tiles of an item's context to shared memory, the last block once more."""
     size = shape.block_size
     per_tile = _SLOTS // size
     kv_head, last_column = lax.div(item.head, shape.group), lax.div(item.last, size)

@@ -167,7 +167,7 @@ def _part(
 
 
 class _Tile(NamedTuple):
-    """Keys and values of some slots of a context, and what masks and biases need to know of them.
+    """Keys and values of some slots of a context, with what masks and biases need.
 
     Where it is masked, slots that no query sees are zeros: they may hold NaN, and 0 * NaN is NaN.
     """
@@ -181,7 +181,7 @@ class _Tile(NamedTuple):
 
 
 def _blocks(i: jax.Array, part: _Part, context: Context, slots: int, shape: AttentionShape) -> jax.Array:
-    """The block of each slot of tile i, int32[slots]; a scalar where a tile has slots of one block only."""
+    """Blocks of tile i's slots, int32[slots]; a scalar where a tile lies in one block."""
     if shape.block_size % slots == 0:
         column = lax.div(jnp.minimum(i * slots, part.last), shape.block_size)
         return context.tables[part.chunk, column] + context.first_block[0]

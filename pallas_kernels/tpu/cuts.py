@@ -116,7 +116,7 @@ def _by_rule(shape: AttentionShape) -> Cut:
 
 
 def part_of_tile(shape: AttentionShape, cut: Cut) -> Part:
-    """The largest part, within the cut's limits, into which a tile and a step's slots divide without remainder."""
+    """The largest part within the cut's limits that divides a tile and a step's slots."""
     most, tile, size = max(16, cut.part_rows), cut.tile, shape.block_size
     tokens = next(n for n in range(min(tile, most) // 16 * 16, 0, -16) if tile % n == 0)
     members = 1

@@ -57,7 +57,7 @@ def by_row(values: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def scales_by_row(by_head: jax.Array, place: HeadGroup, shape: AttentionShape) -> jax.Array:
-    """Scales of a group's KV heads in some slots [heads, slots], as each row's own: float32[rows, slots]."""
+    """A group's KV scales [heads, slots] as each row's own: float32[rows, slots]."""
     row = lax.broadcasted_iota(jnp.int32, (place.rows, by_head.shape[1]), 0)
     scales = jnp.zeros(row.shape, jnp.float32)
     for head in range(by_head.shape[0]):

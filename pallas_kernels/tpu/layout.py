@@ -79,7 +79,10 @@ def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.A
 
 
 def across(x: jax.Array, lanes: int) -> jax.Array:
-    """x [rows, 128], equal in all lanes, as [rows, lanes]. A copy from one lane would cost a permutation a register."""
+    """x [rows, 128], equal in all lanes, as [rows, lanes].
+
+    A copy from one lane would cost a permutation a register.
+    """
     return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
 
 

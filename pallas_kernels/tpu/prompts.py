@@ -186,7 +186,7 @@ class _PromptKernel:
             return pl.ds(lax.div(i * part.rows, tile), 1), pl.ds(first, part.tokens)
 
         def each_part(at, chunk, act):
-            """Call act(part, first and last position of the chunk's tokens in it) with every part that has some."""
+            """Calls act(part, first and last of the chunk's positions in it) for parts that have any."""
             begin, end, last = part_of(at, chunk)
 
             def of_part(i, _):

@@ -26,7 +26,7 @@ def is_url(model: str) -> bool:
 
 
 def directory(model: str, cache: Path) -> Path:
-    """The directory with the files of a checkpoint that are needed; downloads those that the cache lacks.
+    """The directory with a checkpoint's files; downloads those that the cache lacks.
 
     Args:
       cache: where the directories of all checkpoints are.
@@ -63,7 +63,7 @@ def directory(model: str, cache: Path) -> Path:
 
 
 def _download(files: Any, wanted: dict[str, str], folder: Path, url: str) -> None:
-    """Brings files into a folder, but for those that it has in the same version, and removes all others."""
+    """Brings a folder's files to these versions, and removes all others."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / _VERSIONS
     have = json.loads(record.read_text()) if record.exists() else {}

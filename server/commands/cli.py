@@ -1,4 +1,4 @@
-"""The `jaxserve` command: its parser and its exit codes. Commands import heavy modules only when they run."""
+"""The `jaxserve` command: parser and exit codes. Commands import heavy modules late."""
 
 from __future__ import annotations
 

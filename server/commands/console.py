@@ -69,7 +69,7 @@ def say(message: str) -> None:
 
 
 def say_defaults(defaults: Mapping[str, Any]) -> None:
-    """Prints the sampling parameters that the checkpoint recommends, if any: requests have them by default."""
+    """Prints the checkpoint's recommended sampling parameters: the defaults of requests."""
     from jaxserve.generation.defaults import describe
 
     if (line := describe(defaults)) is not None:

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: rewrites a checkpoint as Orbax, or another program's Orbax checkpoint as safetensors."""
+"""`jaxserve convert`: a checkpoint to Orbax, or another program's Orbax to safetensors."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def add_profile_flag(parser: Any) -> None:
 
 
 def model_directory(args: argparse.Namespace) -> Path:
-    """The checkpoint directory to run, downloaded if it is given by name. Raises UserError if there is none."""
+    """The checkpoint's directory, downloaded if given by name. Raises UserError without one."""
     if args.model is None:
         from jaxserve.demo import DEMO_MODEL
 

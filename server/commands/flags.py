@@ -1,4 +1,4 @@
-"""Command-line flags of settings, from the metadata of their fields (`jaxserve.fields.Param`)."""
+"""Command-line flags of settings, from their field metadata (`jaxserve.fields.Param`)."""
 
 from __future__ import annotations
 

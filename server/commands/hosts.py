@@ -190,7 +190,7 @@ async def follow_in_own_process(
 
 
 def _signal_handler(let_end: Callable[[], None]) -> Callable[[int], None]:
-    """The signal handler of a worker: after one signal it waits for host 0, after two it ends at once."""
+    """A worker's signal handler: it waits for host 0 after one signal, ends after two."""
     asked = False
 
     def leave(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints by name, such as `org/name` or `org/name@revision`, from the Hugging Face Hub or its cache.
+"""Checkpoints by name (`org/name`, `org/name@revision`), from the Hub or its cache.
 
 The library `huggingface_hub` does the work, so its settings hold: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
@@ -26,7 +26,7 @@ def is_name(model: str) -> bool:
 
 
 def directory(model: str) -> Path:
-    """The directory with the files of a checkpoint that are needed; downloads those that the cache lacks.
+    """The directory with a checkpoint's files; downloads those that the cache lacks.
 
     Raises:
       UserError: there is none, the caller may not read it, or the Hub cannot be reached.
@@ -101,7 +101,7 @@ def _refusal(problem: Exception, name: str, revision: str | None) -> str | None:
 
 
 def name_of(path: Path) -> str:
-    """What to call a checkpoint: its directory's name, or org/name for a snapshot in the Hub's cache."""
+    """A checkpoint's name: its directory's, or org/name for a snapshot in the Hub's cache."""
     parents = path.resolve().parents
     if len(parents) > 1 and parents[0].name == "snapshots" and parents[1].name.startswith("models--"):
         return parents[1].name.removeprefix("models--").replace("--", "/", 1)

@@ -1,4 +1,4 @@
-"""Names that other servers have for our commands and flags, for hints to who types them here.
+"""Other servers' names of our commands and flags, for hints on the command line.
 
 vLLM's are those of `vllm serve`, TGI's those of `text-generation-launcher`.
 """

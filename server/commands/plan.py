@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_deployment(args: argparse.Namespace) -> Deployment:
-    """The deployment in the flags. Raises UserError or ValueError for a missing flag, or a wrong name or setting."""
+    """The deployment in the flags. Raises UserError or ValueError for what is missing or wrong."""
     if args.model is None or args.topology is None:
         raise console.UserError("give --model and --topology, for example bloom-176b and h200:8")
     _stay_on_cpu()

@@ -1,4 +1,4 @@
-"""`jaxserve plan --watch`: plans again whenever the file of rules is saved, and prints what changed."""
+"""`jaxserve plan --watch`: plans again when the file of rules is saved; prints changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def watch(path: Path, ask: Callable[[], PlanResult], html: Path | None = None) -
 
 
 def _saves(path: Path) -> Iterator[None]:
-    """Yields at once, and again after each change of a file. While there is none, it waits for it."""
+    """Yields at once and after each change of a file; waits while there is none."""
     known = None
     while True:
         with contextlib.suppress(FileNotFoundError):  # an editor may put a new file in its place

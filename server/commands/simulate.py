@@ -1,4 +1,4 @@
-"""`jaxserve simulate`: runs the scheduler on a virtual clock, with recorded or synthetic traffic."""
+"""`jaxserve simulate`: runs the scheduler on a virtual clock, with traffic."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _chosen(policies: Sequence[Policy], names: str | None) -> Sequence[Policy]:
 
 
 def read_trace(args: argparse.Namespace, max_context: int, seconds: float | None = None) -> Workload:
-    """The recorded traffic that the flags name, of so many seconds; its notes say how many requests were clipped."""
+    """The recorded traffic of the flags, of so many seconds; notes count clipped requests."""
     from jaxserve.simulate import workload as load
 
     return load.read_trace(

@@ -1,4 +1,4 @@
-"""`jaxserve top`: shows a running server, with a column for each iteration and a line for each row."""
+"""`jaxserve top`: a running server, with a column an iteration and a line a row."""
 
 from __future__ import annotations
 

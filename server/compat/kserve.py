@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (version 2) over gRPC and HTTP: health, metadata, and inference on tensors of text."""
+"""The Open Inference Protocol v2 over gRPC and HTTP: health, metadata, text inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference by the Open Inference Protocol: what its tensors and parameters ask for, and the tensors of an answer.
+"""Open Inference: reads its tensors and parameters, makes the tensors of answers.
 
 `text_input` holds one prompt or several. A sampling parameter is a parameter of the request, or a tensor of its name.
 Names that Triton's backends for language models have for some of them are taken too.
@@ -88,7 +88,7 @@ def _is_triton_internal(name: str) -> bool:
 
 
 def _value(tensor: Tensor) -> Any:
-    """The value of a tensor that is a parameter: one value, or a list where the parameter has several."""
+    """The value of a parameter's tensor: one, or a list where it may have several."""
     name = _ALIASES.get(tensor.name, tensor.name)
     if name in SAMPLING_PARAMS and isinstance(SAMPLING_PARAMS[name].default, tuple):
         return list(tensor.values)
@@ -146,7 +146,7 @@ async def whole(handler: RequestHandler, asked: Asked, call: Call) -> list[Tenso
 
 
 async def parts(handler: RequestHandler, asked: Asked, call: Call) -> AsyncIterator[tuple[list[Tensor], bool]]:
-    """(tensors, whether they are the last) of each part of an answer; with `stream` false there is one part."""
+    """(tensors, whether it is the last) of each part of an answer; one part if not `stream`."""
     if asked.stream is False:
         yield await whole(handler, asked, call), True
         return

@@ -1,4 +1,4 @@
-"""Inference requests and answers of the Open Inference Protocol in their two forms: HTTP bodies and gRPC messages."""
+"""Open Inference requests and answers in both forms: HTTP bodies and gRPC messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol as Python values, and back: JSON, raw bytes, and gRPC's contents."""
+"""Open Inference tensors as Python values and back: JSON, raw bytes, gRPC contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events as vLLM sends them: maps for msgpack over ZMQ, and messages of `vllm.grpc.engine`.
+"""KV events as vLLM sends them: msgpack maps over ZMQ, `vllm.grpc.engine` messages.
 
 The maps are those of vllm/distributed/kv_events.py (v0.26); fields that have their default are left out.
 """

@@ -178,7 +178,7 @@ def _messages(channel: socket.socket) -> Iterator[tuple[str, pb.FromFront]]:
 
 
 class _Inbox:
-    """Passes requests and aborts on to the engine. Neither a grammar to compile nor a profile delays a request."""
+    """Passes requests and aborts on to the engine; grammars and profiles delay none."""
 
     def __init__(self, engine: Any, outbox: Outbox, profiler: Profiler | None) -> None:
         self._engine, self._outbox, self._profiler = engine, outbox, profiler

@@ -190,7 +190,7 @@ class RemoteEngine:
         return taken
 
     async def profile(self, running: bool) -> None:
-        """Starts or stops a profile in the engine process and on its other hosts. Raises WrongState, RuntimeError."""
+        """Starts or stops a profile on all hosts. Raises WrongState, RuntimeError."""
         if self._send is None:
             raise EngineNotReady(self._problem)
         answer = asyncio.get_running_loop().create_future()

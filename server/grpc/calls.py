@@ -59,7 +59,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
 
 
 class FullQueueInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while the queue is full or their tenant's rate is used up, before their message is read.
+    """Refuses calls on a full queue or a used-up rate, before their message is read.
 
     This halves the cost of a refusal, so that under overload the event loop can refuse twice as many calls.
 

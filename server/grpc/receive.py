@@ -1,4 +1,4 @@
-"""Takes the messages of calls as bytes: bounds are checked before they are parsed, and malformed ones are told."""
+"""Takes calls' messages as bytes, bounds them before parsing, refuses malformed ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIXED = {FieldDescriptor.CPPTYPE_FLOAT: 4, FieldDescriptor.CPPTYPE_DOUBLE: 8}
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Parses the messages of calls that send one, and ends calls with a wrong one with INVALID_ARGUMENT.
+    """Parses the message of unary-request calls; a wrong one ends in INVALID_ARGUMENT.
 
     grpc itself ends them with UNKNOWN, and logs two tracebacks.
 
@@ -95,13 +95,13 @@ def _malformed() -> InvalidRequest:
 
 
 def check_size(raw: bytes, kind: Descriptor) -> None:
-    """Raises InvalidRequest if a long message has too many fields to parse in a few milliseconds."""
+    """InvalidRequest for a long message with too many fields to parse in a few milliseconds."""
     if len(raw) > LONG_BYTES and _count(raw, 0, len(raw), kind, 0, 0) > MAX_FIELDS:
         raise InvalidRequest("message", f"has more than {MAX_FIELDS} fields and strings")
 
 
 def _count(raw: bytes, at: int, end: int, kind: Descriptor | None, count: int, depth: int) -> int:
-    """`count` and the fields of the message from `at` to `end`, those of messages in it too; stops when too many.
+    """`count` plus the fields between `at` and `end`, nested ones too; stops when too many.
 
     Raises:
       InvalidRequest: it is malformed.

@@ -96,7 +96,7 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
 
 
 def with_origins(app: ASGIApp, origins: str | None) -> ASGIApp:
-    """The application, which answers web pages of these origins too (CORS): a list with commas, or "*"."""
+    """The application; it answers web pages of these origins (CORS): comma-separated, or "*"."""
     if origins is None:
         return app
     allowed = [origin.strip().rstrip("/") for origin in origins.split(",")]

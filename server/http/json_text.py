@@ -40,7 +40,7 @@ def parse(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Model]:
 
 
 def check_size(body: bytes) -> None:
-    """Raises ApiError if a JSON text has too many values, lists or objects to parse in a few milliseconds."""
+    """ApiError for a JSON text with too much in it to parse in a few milliseconds."""
     if _values(body) <= MAX_VALUES and _nested(body) <= MAX_NESTED:
         return  # even if the commas and brackets in its strings count
     values = nested = 0

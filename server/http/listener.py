@@ -26,7 +26,7 @@ _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIM
 
 
 class _StrictLines(ReceiveBuffer):
-    """h11's buffer, without the forms of lines that servers and proxies read differently (RFC 9112, 2.2 and 5.2)."""
+    """h11's buffer, strict where servers and proxies read lines differently (RFC 9112, 2.2)."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         before = bytes(self)

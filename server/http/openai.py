@@ -97,7 +97,7 @@ class Completions:
                 await http_call.json(await self._whole(body, generation, samples))
 
     def _shows_special_tokens(self, body: Any) -> bool:
-        """Whether special tokens are in the text: on request, or because calls of tools are between them."""
+        """Whether the text has special tokens: on request, or because tool calls are between them."""
         use = getattr(body, "tool_use", None)
         return not body.skip_special_tokens or (use is not None and use.special_tokens(self._template))
 
@@ -187,7 +187,7 @@ async def finished(generation: Generation) -> list[Completion]:
 
 
 def _usage_of(completions: Sequence[Completion], samples: int, body: Any) -> dict[str, Any]:
-    """Usage of a call. Each prompt counts once. The token generated for max_tokens 0 does not count."""
+    """Usage of a call: each prompt once, without the token generated for max_tokens 0."""
     dropped = body.max_tokens == 0
     usage = _usage(
         [each.prompt_tokens for each in completions[::samples]],

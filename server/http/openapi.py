@@ -1,4 +1,4 @@
-"""The description of the HTTP calls in OpenAPI's form, from their routes and the schemas of their bodies."""
+"""The OpenAPI description of the HTTP calls, from routes and schemas of bodies."""
 
 from __future__ import annotations
 

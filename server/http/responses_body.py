@@ -45,7 +45,7 @@ class Reasoning(Body):
 
 
 class ResponsesBody(sampling_body("_ResponsesSampling", *_SAMPLING)):
-    """Nothing is stored: what would need an earlier answer is refused by name, and `store` has no effect."""
+    """Nothing is stored: references to earlier answers are refused, `store` has no effect."""
 
     model: str | None = None
     input: Any

@@ -163,7 +163,7 @@ class OpenAIBody(_OpenAISampling):
 
     @property
     def for_tgi(self) -> bool:
-        """Whether TGI's client asks for a chat: it wants all fields in each delta, and cannot read [DONE]."""
+        """Whether TGI's client asks for a chat: all fields in each delta, and no [DONE]."""
         return False
 
     @property

@@ -85,7 +85,7 @@ class Scoring:
     async def _scores(
         self, http_call: HttpCall, pairs: Sequence[tuple[str, str]], fields: tuple[str, str]
     ) -> tuple[list[float], int]:
-        """The mean logprob of each second text's tokens after the first text, and the number of all tokens.
+        """Mean logprobs of second texts' tokens after the first text, and the number of all tokens.
 
         Args:
           fields: names of the texts, for errors.

@@ -1,4 +1,4 @@
-"""Generates the Python files of all protocols: `python -m server.proto.generate` (needs the dev extra).
+"""Generates the protocols' Python files: `python -m server.proto.generate`.
 
 Generated code does not run on a protobuf or grpcio older than the tools that made it. Therefore pyproject.toml pins
 grpcio-tools and takes the lower bounds of grpcio and protobuf from it. A test compares the committed files.

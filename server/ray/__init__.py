@@ -1,4 +1,4 @@
-"""jaxserve on Ray Serve (`pip install 'jaxserve[ray]'`): one replica a deployment's actor, placed and scaled by Ray."""
+"""jaxserve on Ray Serve (`pip install 'jaxserve[ray]'`): one replica an actor."""
 
 from __future__ import annotations
 

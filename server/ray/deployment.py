@@ -91,7 +91,7 @@ def deployment(config: RayConfig) -> serve.Application:
 
 
 def group(config: RayConfig, *, hosts: int, tpu_slice: str | None = None) -> serve.Application:
-    """Like `deployment`, where several hosts serve each replica together, each on a node of its own.
+    """Like `deployment`, with several hosts for each replica, each on a node of its own.
 
     A replica is host 0. It and an actor for each other host have a placement group, of which each takes a bundle of
     `actor_options`.

@@ -1,4 +1,4 @@
-"""A host of a group other than host 0: an actor beside the replica, in the same placement group."""
+"""A group's host other than host 0: an actor in the replica's placement group."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Host:
 
 
 def end_with_parent() -> None:
-    """Has this process end when the raylet that started it is gone: Ray itself may take a minute."""
+    """Ends this process once its raylet is gone: Ray itself may take a minute."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""The ingress of a deployment that is routed by prefixes: it reads the prompts, and replicas answer."""
+"""The ingress for routing by prefixes: it reads the prompts, replicas answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCOPE = frozenset(
 
 @with_rpcs
 class Ingress:
-    """What Serve's proxies call. Serve's router, `PrefixRouter`, runs in its process and chooses a replica.
+    """What Serve's proxies call; its router, `PrefixRouter`, chooses a replica in this process.
 
     A call whose replica dies before it has answered anything goes to another one. After that its connection breaks.
 

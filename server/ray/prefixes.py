@@ -1,4 +1,4 @@
-"""What it takes to send a call where its prompt is cached: the blocks of the prompt, and those that a replica has."""
+"""Prefixes for routing: the blocks of a prompt, and those that a replica has cached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BODIES = {
 
 
 class Prompt:
-    """The tokens of a call's prompt, for the router. They stay in its process: a replica gets an empty one."""
+    """A prompt's tokens for the router; they stay in its process, a replica gets none."""
 
     def __init__(self, tokens: Sequence[int] = (), salt: str = "") -> None:
         self._tokens, self._salt = tokens, salt
@@ -52,7 +52,7 @@ class Prompt:
 
 
 class CachedBlocks:
-    """The numbers of the blocks in the prefix cache of a replica's engine, whose job asks for KV events."""
+    """Blocks in the prefix cache of a replica's engine, whose job asks for KV events."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._depths: dict[int, int] = {}  # number -> the block's place in its prompt, from 1

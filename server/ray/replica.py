@@ -1,4 +1,4 @@
-"""A replica of a Ray Serve deployment: a front in the actor, and its engine process behind it."""
+"""A replica on Ray Serve: a front in the actor, its engine process behind it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _METRICS_SECONDS = 5.0  # between two reports to Ray
 
 @with_rpcs
 class Replica:
-    """What Serve runs in each actor. Its engine process ends with it, and it ends with the node's raylet.
+    """What Serve runs in each actor; its engine process ends with it, and it with its raylet.
 
     Serve's proxies call `__serve_build_asgi_app__`'s application over HTTP, and the methods of `with_rpcs` over gRPC.
 
@@ -108,7 +108,7 @@ class Replica:
         return {OWED: float(self._engine.load().outstanding_tokens)}
 
     def check_health(self) -> None:
-        """Asked by Serve, which replaces the replica if it raises: where its engine is gone and does not return."""
+        """Raises if the engine is gone and does not return: Serve then replaces the replica."""
         if not self._engine.takes_requests:
             raise RuntimeError(self._engine.problem)
 
@@ -122,7 +122,7 @@ class Replica:
 
 
 class RoutedReplica(Replica):
-    """A replica behind an `Ingress`, which sends it the calls. It tells routers which blocks its prefix cache has."""
+    """A replica behind an `Ingress`: it tells routers the blocks in its prefix cache."""
 
     _reports_blocks = True
 
@@ -174,7 +174,7 @@ class RoutedReplica(Replica):
 
 
 async def _report(of: Metrics) -> None:
-    """Passes the samples of a replica on to Ray, whose agent on each node shows those of all replicas to Prometheus."""
+    """Passes a replica's samples on to Ray, whose agents show them to Prometheus."""
     gauges: dict[str, metrics.Gauge] = {}
     while True:
         for family in text_string_to_metric_families(of.text().decode()):
@@ -202,7 +202,7 @@ def _coordinator() -> str:
 def _start_hosts(
     flags: Sequence[str], group: Group, actor_options: dict[str, Any], placement: PlacementGroup
 ) -> list[Any]:
-    """The actors of the other hosts, which end with this one. Ray starts one again that dies alone."""
+    """The actors of the other hosts, which end with this one; Ray restarts one that dies alone."""
     return [
         ray.remote(Host)
         .options(

@@ -19,7 +19,7 @@ _SENT_SECONDS = 3 * STATS_SECONDS  # after which blocks of a prompt that was sen
 
 
 class SessionRouter(RequestRouter):
-    """Sends the calls of a session to one replica, which has their prefix, and others to the shorter of two queues.
+    """Keeps a session on the replica with its prefix; others go to the shorter of two queues.
 
     A session is the value of the header `x-session-id`: Serve's routers see the headers of a call, not its body. Each
     session ranks the replicas by a hash of its own, so a replica that comes or goes moves its own sessions alone, and
@@ -79,7 +79,7 @@ class _Known:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a call to the replica with the longest part of its prompt in the prefix cache, unless that has too much.
+    """Chooses the replica that has most of a prompt cached, unless it has too many calls.
 
     It has too much if it has more calls than the replica with the fewest, by over half of the rows that a replica
     computes at a time; then, and for prompts that nobody has, the one with the fewest takes the call (of several the
@@ -125,6 +125,6 @@ class PrefixRouter(RequestRouter):
             known.send(pending_request.args[0].blocks(known.stats["block_size"]))
 
     def _calls(self, name: ReplicaID) -> int:
-        """Calls that a replica has: as Serve counts them or, if nothing has come or gone for a while, as it reports."""
+        """A replica's calls as Serve counts them or, after a quiet while, as it reports itself."""
         counted = self.replica_queue_len_cache.get(name)
         return self._known[name].stats.get("calls", 0) if counted is None else counted

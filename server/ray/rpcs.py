@@ -1,4 +1,4 @@
-"""`jaxserve.v1.Inference` through Serve's gRPC proxy, which calls a replica's methods by the names of the RPCs."""
+"""`jaxserve.v1.Inference` through Serve's gRPC proxy, which calls methods by RPC name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RpcEnded(Exception):
 
 @dataclass(slots=True)
 class Ending:
-    """The context of an RPC that another process has, which gets this back as the last message if the RPC fails."""
+    """The context of an RPC in another process; it returns as the last message of a failed RPC."""
 
     metadata: list[tuple[str, Any]]
     code: grpc.StatusCode | None = None
@@ -54,7 +54,7 @@ class Ending:
 
 
 class _Context:
-    """What services use of the context of a call, on Serve's. Serve's proxy keeps the caller's deadline to itself."""
+    """What services use of a call's context, on Serve's; its proxy keeps deadlines to itself."""
 
     def __init__(self, context: RayServegRPCContext | Ending, write: Put | None = None) -> None:
         self._context, self.write = context, write

@@ -12,7 +12,7 @@ Put = Callable[[Any], Awaitable[None]]
 
 
 async def put_by(run: Callable[[Put], Awaitable[Any]]) -> AsyncIterator[list[Any]]:
-    """Yields what `run` puts, all that is there at a time, and raises what it raises. Cancels it if closed earlier."""
+    """Yields what `run` puts, all there is at a time; raises its error, cancels it if closed."""
     queue: asyncio.Queue[Any] = asyncio.Queue()
     running = asyncio.ensure_future(run(queue.put))
     running.add_done_callback(lambda _: queue.put_nowait(_END))

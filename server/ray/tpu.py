@@ -19,7 +19,7 @@ def bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def on_first_worker(tpu_slice: str) -> dict[str, Any]:
-    """The options of an actor on worker 0 of a slice that no other has: Ray gives that node one such resource."""
+    """Options of an actor on worker 0 of a free slice: Ray gives that node one such resource."""
     return {"num_cpus": 0, "resources": {f"TPU-{tpu_slice}-head": 1}}
 
 

@@ -304,12 +304,23 @@ def test_thousands_of_streams_are_half_closed(attack: Attack, protocol: str) -> 
 
 
 @streaming
-def test_a_thousand_readers_who_read_nothing(attack: Attack, protocol: str) -> None:
-    """They stay until the engine is done with all of them, which waits for none."""
+@pytest.mark.parametrize(
+    ("short", "large"),
+    [((110, 20), [4]), pytest.param((121, 60), [4, 9], marks=pytest.mark.weekly)],
+    ids=["daily", "longer"],
+)
+def test_a_thousand_readers_who_read_nothing(
+    attack: Attack, protocol: str, short: tuple[int, int], large: list[int]
+) -> None:
+    """They stay until the engine is done with all of them, which waits for none.
+
+    Args:
+      short: how many streams a part has that are over soon, and the tokens of each.
+      large: the parts of fewer streams of a megabyte each, more than buffers hold.
+    """
 
     async def part(it: Attacked, index: int) -> None:
-        # A megabyte each, more than buffers hold; or many that are over soon.
-        count, tokens = (16, 1500) if index == 4 else (110, 20)
+        count, tokens = (16, 1500) if index in large else short
         readers = [await connected(it, protocol, receive_buffer=4096) for _ in range(count)]
         handler, begun = it.app.handler, _Begun(tokens)
         handler.observers.append(begun)

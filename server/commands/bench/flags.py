@@ -32,7 +32,7 @@ def add_model_flags(parser: argparse.ArgumentParser, default: str = SHAPE) -> No
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> Any:
-    """Adds the numbers and lengths of requests, which `uniform` reads; returns their group of flags."""
+    """Adds a group of flags for numbers and lengths of requests, which `uniform` reads."""
     group = parser.add_argument_group("workload")
     group.add_argument("--requests", type=positive, metavar="N", help="(default: 200; of a trace: all)")
     group.add_argument("--prompt", default="32:256", metavar="LOW:HIGH", help="prompt tokens (default: %(default)s)")

@@ -170,7 +170,7 @@ def write_json(path: Path, result: Any, console: Console | None = None) -> None:
 
 
 def plot(path: Path, title: str, runs: Mapping[str, Sequence[Outcome]], console: Console) -> None:
-    """Draws tokens over time and the distributions of latencies, if there is matplotlib; the suffix is the format."""
+    """Plots tokens over time and latencies, with matplotlib only; the suffix is the format."""
     if not drawing.is_installed():
         console.print(drawing.MISSING, markup=False)
         return

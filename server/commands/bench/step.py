@@ -152,7 +152,7 @@ def measure(
 
 
 def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
-    """Milliseconds between the ends of consecutive steps. The next step is always launched before the last ends."""
+    """Milliseconds between ends of steps; the next is always launched before one ends."""
     pipeline, n_blocks = replica.pipeline, replica.scheduler.pool.n_blocks
     layout = pipeline.shape.layout(case.tokens)
     finished = []

@@ -131,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 FEW = settings(
-    max_examples=40,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
@@ -145,7 +145,12 @@ class TestScheduler(SchedulerMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerInManyCases(SchedulerMachine.TestCase):
-    settings = settings(FEW, max_examples=150)
+    settings = settings(FEW, max_examples=300)
+
+
+@pytest.mark.weekly
+class TestSchedulerInAThousandCases(SchedulerMachine.TestCase):
+    settings = settings(FEW, max_examples=1000, derandomize=False)
 
 
 def stages_and_seeds(count: int) -> pytest.MarkDecorator:
