@@ -221,7 +221,7 @@ async def scene(folder: Path, objects: list[dict[str, Any]], patience: float, **
             raise
 
 
-def test_fewer_replicas_lose_no_call_and_their_gauges_are_scraped(tmp_path: Path) -> None:
+def test_scaling_down_loses_no_call_and_gauges_are_scraped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with scene(tmp_path, render("base"), patience=2, nodes=2, replicas=2, hurry=20) as it:
             await it.metrics_are_there()

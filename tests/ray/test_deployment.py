@@ -141,7 +141,7 @@ def broken(cluster: Cluster, kill: Callable[[], int], streams: int = 8) -> list[
 
 
 @routings
-def test_streams_of_a_killed_engine_end_with_an_error_and_it_is_replaced(cluster: Cluster, routing: str) -> None:
+def test_streams_of_a_killed_engine_fail_and_it_is_replaced(cluster: Cluster, routing: str) -> None:
     cluster.deploy(routing=routing)
     before = cluster.replicas()
     for events in broken(cluster, lambda: cluster.engines().pop()):
@@ -151,7 +151,7 @@ def test_streams_of_a_killed_engine_end_with_an_error_and_it_is_replaced(cluster
 
 
 @routings
-def test_streams_of_a_killed_replica_raise_and_no_process_is_left(cluster: Cluster, routing: str) -> None:
+def test_streams_of_a_killed_replica_raise(cluster: Cluster, routing: str) -> None:
     cluster.deploy(routing=routing)
     engines = until(cluster.engines)
     ends = broken(cluster, lambda: cluster.replicas().pop())

@@ -11,7 +11,7 @@ from tests.ray.local_cluster import Cluster, until
 pytestmark = pytest.mark.scale
 
 
-def test_replica_and_engine_end_within_five_seconds_of_their_raylet() -> None:
+def test_replica_and_engine_end_soon_after_their_raylet() -> None:
     cluster = Cluster()
     try:
         cluster.deploy()

@@ -81,7 +81,7 @@ def test_kept_places() -> None:
     assert not admission._waiting
 
 
-def test_outstanding_seconds_follow_the_measured_costs_and_how_long_answers_are() -> None:
+def test_outstanding_seconds_follow_costs_and_answer_lengths() -> None:
     engine = Engine()
     admission = engine.admission()
     assert admission.outstanding_seconds() == 0

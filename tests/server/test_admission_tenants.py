@@ -21,7 +21,7 @@ def test_a_contended_queue_is_shared_out() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "slo"])
-def test_a_tenant_waits_for_others_as_much_as_their_shares_allow(order: str) -> None:
+def test_a_tenant_waits_for_others_by_their_shares(order: str) -> None:
     engine = loaded(max_queue_seconds=8.0, order=order)
     admission = engine.admission(SMALL, LARGE)
     for _ in range(4):
@@ -46,7 +46,7 @@ def test_answers_of_those_who_wait_behind_are_not_waited_for() -> None:
     assert late["small"] == pytest.approx(4770 / 400 * 8 / 11)
 
 
-def test_the_front_refuses_a_tenant_whose_own_calls_fill_the_queue() -> None:
+def test_a_tenant_that_fills_the_queue_is_refused() -> None:
     engine = loaded(max_queue_seconds=8.0, order="fcfs")
     admission = engine.admission(SMALL, LARGE)
     for _ in range(4):

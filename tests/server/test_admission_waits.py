@@ -6,7 +6,7 @@ from server.errors import ApiError, ErrorKind
 from tests.server.admission_model import Engine, ask, loaded, refusal, waits
 
 
-def test_calls_that_would_wait_longer_than_the_limit_are_refused() -> None:
+def test_calls_that_would_wait_too_long_are_refused() -> None:
     engine = loaded(max_queue_seconds=5.0, order="fcfs")
     admission = engine.admission()
     waits(engine, admission, 400)  # 2.5 s until a row is free
@@ -21,7 +21,7 @@ def test_calls_that_would_wait_longer_than_the_limit_are_refused() -> None:
     assert admission.full() is None
 
 
-def test_until_those_ahead_have_started_as_much_is_computed_as_they_bring() -> None:
+def test_the_wait_counts_the_work_of_those_ahead() -> None:
     engine = loaded(order="fcfs", max_queue_seconds=1000.0)
     admission, counts = engine.admission(), engine.counts
     for _ in range(6):  # nearly all of the work that is left is that of those who wait
@@ -82,7 +82,7 @@ def test_prompts_wait_for_each_other_even_where_rows_are_free() -> None:
     assert str(refusal(admission, prompt_tokens=2000)) == "waiting takes about 5.0 s; the limit is 5 s"
 
 
-def test_the_limit_is_the_target_for_the_first_token_if_there_is_one() -> None:
+def test_the_limit_is_the_target_for_the_first_token() -> None:
     for limits, admits in (
         ({}, True),
         ({"target_ttft": 2.0}, False),
@@ -161,7 +161,7 @@ def test_prompt_too_long_for_the_deadline() -> None:
     assert caught.value.kind is ErrorKind.TOO_LATE
 
 
-def test_an_engine_that_stands_still_is_not_taken_for_a_slow_one() -> None:
+def test_an_engine_that_stands_still_is_not_a_slow_one() -> None:
     """As one does that is stopped or started again while callers wait."""
     engine = Engine()
     admission = engine.admission()

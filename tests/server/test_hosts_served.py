@@ -117,7 +117,7 @@ def listening_at(port: int) -> str:
 
 
 @pytest.mark.processes
-def test_strangers_are_counted_and_one_at_the_coordinator_is_named(tmp_path) -> None:
+def test_strangers_are_counted_and_named(tmp_path) -> None:
     """At the control channel it changes nothing; jax's own service ends the job, and callers are told why."""
     secret, coordinator = tmp_path / "secret", free_ports()
     secret.write_text("a secret of 24 bytes or so\n")

@@ -63,7 +63,7 @@ def test_what_is_in_a_string_is_no_value(text: str) -> None:
         assert json_text.parse(body, CompletionBody)[1].prompt == [text]
 
 
-def test_a_list_of_many_strings_is_refused_at_its_first_beyond_the_bound() -> None:
+def test_long_lists_are_refused_at_the_bound() -> None:
     body = json.dumps({"prompt": "a", "guided_choice": [1] * 200_000}).encode()
     began = time.perf_counter()
     with pytest.raises(ApiError, match=r"guided_choice"):
@@ -170,7 +170,7 @@ def test_a_token_that_takes_spaces_has_no_bound() -> None:
     assert most_bytes(made, made.get_vocab()) is None
 
 
-def test_long_texts_become_the_same_tokens_and_text_as_short_ones() -> None:
+def test_long_texts_tokenize_as_short_ones_do() -> None:
     tokenizer = Tokenizer(tokenizer_of())
     text = "ab é " * 2000
     ids = tokenizer.encode(text)
@@ -178,9 +178,7 @@ def test_long_texts_become_the_same_tokens_and_text_as_short_ones() -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    serve_http: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_cannot_fit_is_not_tokenized(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a" * (MAX_BODY_BYTES - 1000)
 
     async def scenario(it: Served) -> None:

@@ -55,7 +55,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.long
-def test_callers_of_a_wedged_engine_fail_at_the_promised_deadline(checkpoint: Path, goes_on: threading.Event) -> None:
+def test_callers_of_a_wedged_engine_fail_in_time(checkpoint: Path, goes_on: threading.Event) -> None:
     """The running one and the waiting one; once its program returns, the engine serves again."""
 
     async def scenario(engine: Engine) -> None:

@@ -70,7 +70,7 @@ def plan_of(*chunks: Chunk, **given) -> IterationPlan:
     return IterationPlan(sequence=0, chunks=chunks, **fields)
 
 
-def test_rows_from_before_the_record_leave_alone_what_they_gave_back(monkeypatch) -> None:
+def test_rows_from_before_the_record_spare_freed_blocks(monkeypatch) -> None:
     """Row 0 gave blocks 3 and 4 back, and row 1 holds them."""
     pipeline = Written(8)
     rows = [row_of(1, (4, 3), 8), row_of(0, (3, 4, 6, 7, 8), 19)]
@@ -79,7 +79,7 @@ def test_rows_from_before_the_record_leave_alone_what_they_gave_back(monkeypatch
     assert [pipeline.kept[block] for block in (6, 7, 8)] == [2, 3, 4]
 
 
-def test_cached_prefixes_are_computed_behind_the_window_into_spare_blocks(monkeypatch) -> None:
+def test_cached_prefixes_are_computed_into_spare_blocks(monkeypatch) -> None:
     """Block 0 stands in the place of those that the request does not hold."""
     pipeline = Written(8)
     hit = admitted(1, (0, 0, 6, 7))

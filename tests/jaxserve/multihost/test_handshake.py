@@ -97,7 +97,7 @@ def test_a_replayed_proof_proves_nothing() -> None:
         assert joining.proof != other
 
 
-def test_a_hello_without_facts_is_a_strangers_without_a_secret_too() -> None:
+def test_a_hello_without_facts_is_a_strangers() -> None:
     coordinator = free_ports()
     group = listening(coordinator)
     assert len(stranger(coordinator, lambda h, c: pb.FromWorker(join=handshake.join(None, h, c, 1, [])))) == 1

@@ -21,7 +21,7 @@ def groups(*windows: int | None, **sizes: int) -> CacheGroups:
     return CacheGroups.of(windows, **defaults | sizes)
 
 
-def test_layers_with_one_window_are_a_group_and_the_widest_is_first():
+def test_layers_of_one_window_are_a_group_widest_first():
     made = groups(128, None, 128, 4096, None)
     assert made.windows == (None, 4096, 128)
     assert [made.index(window) for window in (None, 128, 4096)] == [0, 2, 1]
@@ -115,7 +115,7 @@ def held(each: BlockAllocation) -> list[int]:
     return [sum(block != NO_BLOCK for block in group.blocks) for group in each.groups]
 
 
-def test_a_request_keeps_the_window_in_one_group_and_everything_in_the_other():
+def test_a_request_keeps_only_its_window_in_one_group():
     pool = pair()
     each = run(pool, allocation(32))
     assert [len(group.blocks) for group in each.groups] == [8, 8]
@@ -167,7 +167,7 @@ def test_a_prefix_is_found_as_far_as_every_group_has_it():
     assert held(again) == [4, 2]
 
 
-def test_requests_that_are_preempted_for_one_group_lose_their_blocks_in_all():
+def test_preemption_for_one_group_frees_blocks_in_all():
     pool = pair(first=40, second=6)  # a request alone has four, and two for eight tokens
     first = run(pool, allocation(4))
     second = run(pool, allocation(16, max_length=16))
@@ -253,7 +253,7 @@ def test_what_is_given_back_already_is_not_read_again():
         assert blocks.count <= 4  # two blocks of eight tokens, and whether there are more on either side
 
 
-def test_a_prefix_needs_the_blocks_within_its_window_and_no_others():
+def test_a_prefix_needs_only_the_blocks_within_its_window():
     pool = WindowPool(20, BLOCK, policy="grow", prefix_cache=True, window=WINDOW, most_tokens=32)
     each = allocation(24)
     pool.admit(each)
@@ -268,7 +268,7 @@ def test_a_prefix_needs_the_blocks_within_its_window_and_no_others():
     assert pool._match(again) == []
 
 
-def test_flush_forgets_every_group_and_never_publishes_what_is_held():
+def test_flush_forgets_every_group_and_publishes_nothing():
     pool = pair()
     pool.release(run(pool, allocation(16)))
     each = run(pool, allocation(16), publish=False)

@@ -65,7 +65,7 @@ def test_only_a_window_of_slots_is_read():
         assert step(made)[0].bucket == bucket  # 18 or 26 ms, and 6.5 or 0.8 for the slots
 
 
-def test_plans_in_flight_spread_prompts_and_take_equal_shares_of_the_rows():
+def test_plans_in_flight_spread_prompts_and_share_the_rows():
     # rows of each plan and their share of a prompt of 96 tokens: 1 + 48, 3 + 24, 31 + 8
     assert [pace(batches=2).paced(rows, 96, 0) for rows in (1, 3, 31)] == [64, 32, 64]
     assert pace(batches=2).paced(4, PROMPT_ITERATIONS * 28, 0) == 128  # 4 + 336 / 5
@@ -108,7 +108,7 @@ def test_objective_never_cuts_decodes():
     assert len(step(made)[0].chunks) == 6  # in a bucket of 18 ms
 
 
-def test_a_prompt_takes_no_longer_iterations_than_the_target_allows():
+def test_prompt_iterations_are_within_the_target():
     made = scheduler(sizes=SIZES, blocks=256, context=128, target_tpot=0.030)
     made.submit(request("a", 64, max_tokens=30))
     assert step(made)[0].bucket == 64  # alone, whole

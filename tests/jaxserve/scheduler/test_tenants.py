@@ -98,7 +98,7 @@ def queued(*names: str) -> tuple[FairQueue, list[RequestState]]:
     return fair, states
 
 
-def test_who_begins_to_wait_starts_at_the_least_of_those_that_wait():
+def test_a_tenant_starts_at_the_least_of_those_that_wait():
     fair, (first, other, _) = queued("a1", "c1", "a2")
     assert fair.pop() is first
     for _ in range(30):
@@ -109,7 +109,7 @@ def test_who_begins_to_wait_starts_at_the_least_of_those_that_wait():
     assert 0 < late.tenant.served == first.tenant.served < other.tenant.served
 
 
-def test_a_request_that_is_put_back_costs_nothing_and_keeps_its_turn():
+def test_a_request_put_back_costs_nothing_and_keeps_its_turn():
     fair, (first, _, _) = queued("a1", "b1", "a2")
     assert fair.pop() is first
     fair.charge_prompt(first)
@@ -134,7 +134,7 @@ def test_blocks_are_taken_from_the_tenant_that_had_more():
     assert preempted[0] == "f"
 
 
-def test_a_request_that_could_not_begin_costs_its_tenant_nothing():
+def test_a_request_that_never_began_costs_nothing():
     """The bucket is full before the second request's turn comes; it is next, and was charged once."""
     made = scheduler(rows=4, sizes=(1, 2, 4, 8), token_budget=8)
     made.submit(request("a", 8, tenant="a", max_tokens=1))

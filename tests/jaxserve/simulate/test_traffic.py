@@ -191,7 +191,7 @@ def test_shared_prefixes_are_found_again(mooncake, capsys):
 
 
 @pytest.mark.parametrize(("host_cache", "from_host", "first_token"), [(None, 0, 0.5), (10**6, 48, 0.012 + 0.02)])
-def test_a_prompt_whose_blocks_are_on_the_host_waits_for_their_copies_only(host_cache, from_host, first_token):
+def test_a_prompt_with_blocks_on_the_host_waits_for_copies(host_cache, from_host, first_token):
     made = dataclasses.replace(system(host_cache=host_cache), block_bytes=(1,), copy_seconds=(0.001,))
     prompts = [np.arange(50, dtype=np.int32) + 100 * each for each in (0, 1, 2, 3, 0)]  # 32 blocks hold two of them
     served = made.serve([Arrival(10.0 * at, prompt, 4, 4) for at, prompt in enumerate(prompts)])

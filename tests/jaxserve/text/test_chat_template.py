@@ -167,7 +167,7 @@ def test_what_a_template_says_is_told_to_a_length() -> None:
     assert len(str(error.value)) < 300
 
 
-def test_a_checkpoint_may_have_another_template_for_chats_with_tools(tmp_path: Path) -> None:
+def test_a_template_of_its_own_for_chats_with_tools(tmp_path: Path) -> None:
     templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }} <tool_call>"}
     listed = [{"name": name, "template": source} for name, source in templates.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))

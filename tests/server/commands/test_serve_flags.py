@@ -178,7 +178,7 @@ def test_a_taken_port_is_reported_at_once(
     assert f"cannot listen on {HOST}:{port}: Address already in use" in capfd.readouterr().err
 
 
-def test_a_ready_server_leaves_its_start_out_of_garbage_collections(tmp_path: Path) -> None:
+def test_garbage_collections_leave_out_a_servers_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         chosen = settings_of(f"--model {tmp_path} --port 0")
         lifecycle.ServerLifecycle(chosen, lambda *_, **__: None, FakeEngine(tokenizer=None)).greet()

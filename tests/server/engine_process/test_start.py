@@ -27,7 +27,7 @@ def test_ctrl_c_does_not_reach_a_process_that_imports() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_an_engine_process_that_is_ready_leaves_its_start_out_of_garbage_collections(
+def test_garbage_collections_leave_out_an_engines_start(
     run_remote: Callable[..., None],
 ) -> None:
     async def scenario(it: Remote) -> None:

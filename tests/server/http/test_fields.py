@@ -97,7 +97,7 @@ def test_a_known_field_that_would_change_the_answer_is_refused(serve_http: Serve
 
 
 @pytest.mark.parametrize("path", RIGHT)
-def test_an_unknown_field_is_named_in_a_header_and_once_in_the_log(
+def test_an_unknown_field_is_named_in_a_header_and_logged_once(
     serve_http: Serve, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     async def scenario(it: Served) -> None:

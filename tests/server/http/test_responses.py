@@ -195,7 +195,7 @@ def test_what_is_not_served_is_refused_by_name(serve: Serve, fields: dict[str, A
     serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
 
 
-def test_a_reference_to_what_is_not_stored_is_refused_with_the_way_out(serve: Serve) -> None:
+def test_references_to_what_is_not_stored_are_refused(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
         status, answer = await post(it, PATH, input=[{"type": "item_reference", "id": "msg_1"}])
         assert (status, answer["error"]["param"]) == (400, "input")
