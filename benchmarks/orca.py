@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks import fastertransformer
 from jaxserve.config import EngineConfig
 from jaxserve.planning import model_catalog
-from jaxserve.planning.cost import Fit, Roofline
+from jaxserve.planning.calibration import Fit
+from jaxserve.planning.cost import Roofline
 from jaxserve.planning.deployment import Deployment
 from jaxserve.planning.predict import Plan, predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import orca
 from benchmarks.orca import OBJECTIVE, QUICK, SETUPS, Point, Serve, Setup, Survey
-from jaxserve.planning.cost import Fit
+from jaxserve.planning.calibration import Fit
 from server.commands.bench import flags, machine, report
 from server.commands.console import progress_bars, tables
 

@@ -4,6 +4,7 @@
     python -m benchmarks.device steps       whole steps of known shapes with random weights, and the choice of tokens
     python -m benchmarks.device peers       the same steps by other engines that are installed here
     python -m benchmarks.device report      tables and plots of what was recorded
+    python -m benchmarks.device fit         the cost model's constants by the recorded steps, and the error of each step
 
 Each appends a line of JSON to the file for every case as it ends, and goes on from there when it is run again. They
 need a checkout, JAX, flax and numpy. `report` needs matplotlib for its plots.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.device import absent, models, records
 
-COMMANDS = ("kernels", "steps", "peers", "report")
+COMMANDS = ("kernels", "steps", "peers", "report", "fit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from benchmarks.device import report
 
         return report.write(records.read(args.records), args.out)
+    if args.command == "fit":
+        from benchmarks.device import fit
+
+        print("\n".join(fit.table(records.read(args.records))))
+        return 0
     if args.job is not None:
         absent.stand_in()
         module = importlib.import_module(f"benchmarks.device.{args.command}")

@@ -4,12 +4,11 @@ No jax, no model, no devices.
 
 A device spends on a stage
 
-    (operations / peak + bytes of memory / bandwidth + bytes over links / bandwidth) / efficiency + layers * overhead
+    operations / peak + bytes of memory / bandwidth + bytes over links / bandwidth, each over the share that is reached,
+    and an overhead for each layer and each collective
 
-The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. Efficiency 0.57
-and 55 us a layer fit Orca's published microbenchmark (OSDI'22: 101B on 8 A100-40GB, prompts of 128, 32 tokens, batches
-of 1 to 32) within 4% and serve for every GPU. (Least squares, in benchmarks/orca.py, give 0.61 and 82 us: six points
-read off a figure hardly tell the two apart.) For TPUs both are assumptions: there a layer has no launches.
+The three are added rather than overlapped: a layer is a chain of kernels, each bound by one of them. The shares and the
+overheads depend on the device, see `calibration.py`.
 """
 
 from __future__ import annotations
@@ -19,40 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jaxserve.planning.calibration import Fit, fit_of
 from sharding import axes
-from sharding.devices import Device, Topology
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """The share of their peaks that devices reach, and overheads.
-
-    Attributes:
-      efficiency: share of each peak that is reached.
-      layer_seconds: overhead of a layer.
-      overlapped: arithmetic and memory traffic overlap, so only the longer of the two counts.
-    """
-
-    efficiency: float
-    layer_seconds: float
-    overlapped: bool = False
-
-
-FITS = {"gpu": Fit(efficiency=0.57, layer_seconds=55e-6), "tpu": Fit(efficiency=0.57, layer_seconds=10e-6)}
-_FITTED = "a100-40g"  # the device of the times that the constants of GPUs are fitted to
-
-
-def calibration(device: Device) -> str:
-    """Where the constants for a device come from, in a sentence for those who read a prediction."""
-    fit = FITS[device.platform]
-    constants = f"{100 * fit.efficiency:.0f}% of the peaks and {1e6 * fit.layer_seconds:.0f} us a layer"
-    if device.name == _FITTED:
-        return f"cost model: {constants}, fitted to published times of {_FITTED} (Orca); not measured here"
-    if device.platform == "gpu":
-        source = f"carried over from {_FITTED}, where they are fitted to published times"
-    else:
-        source = "assumed"
-    return f"cost model: {constants}, uncalibrated for {device.name}: {source}; compare layouts, check absolute times"
+from sharding.devices import Topology
 
 
 class Collective(NamedTuple):
@@ -196,7 +164,7 @@ class Parts(NamedTuple):
 
     Attributes:
       matmul: the products of the layers, experts among them, and all that reads their weights.
-      collectives: exchanges within the stage, and the hop to the next.
+      collectives: exchanges within the stage, their overhead, and the hop to the next.
       starts: the overhead of the layers.
     """
 
@@ -245,16 +213,17 @@ class Roofline:
     ) -> None:
         """
         Args:
-          fit: the default is that of the topology's platform.
+          fit: the default is that of the topology's device.
 
         Raises:
           ValueError: the collectives of a stage are unknown.
         """
-        self.fit = fit or FITS[topology.device.platform]
+        self.fit = fit or fit_of(topology.device)
         self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
         self._windows = {each.window for load in loads for each in load.attention}
         self._flops = topology.device.flops[dtype]
         self._links: list[tuple[float, float, float]] = []  # seconds over links of a step, a token and a row, by stage
+        self._overhead: list[float] = []
         for load in loads:
             if load.collectives is None:
                 raise ValueError(
@@ -271,6 +240,8 @@ class Roofline:
             )
             hop = load.hop_bytes / topology.hop_bandwidth(math.prod(load.mesh.values()))
             self._links.append((by_step, with_token - by_step + hop, with_row - by_step))
+            starts = sum(each.times for each in load.collectives)
+            self._overhead.append(load.layers * self.fit.layer_seconds + starts * self.fit.collective_seconds)
 
     def __call__(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
@@ -288,8 +259,8 @@ class Roofline:
             slots, pairs = reads(chunks, window)
             attended[window] = slots + starts + rows, pairs + starts + rows
         return [
-            self._stage(load, links, tokens, max(tokens, bucket), rows + len(chunks), attended)
-            for load, links in zip(self._loads, self._links, strict=True)
+            self._stage(load, links, overhead, tokens, max(tokens, bucket), rows + len(chunks), attended)
+            for load, links, overhead in zip(self._loads, self._links, self._overhead, strict=True)
         ]
 
     def parts(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Parts]:
@@ -325,6 +296,7 @@ class Roofline:
         self,
         load: StageLoad,
         links: tuple[float, float, float],
+        overhead: float,
         tokens: int,
         padded: int,
         rows: int,
@@ -340,5 +312,5 @@ class Roofline:
         compute, memory = ops / self._flops / efficiency, read / self._device.bandwidth / efficiency
         if self.fit.overlapped:
             compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-        sent = (links[0] + links[1] * padded + links[2] * rows) / efficiency
-        return Seconds(compute, memory, sent, load.layers * self.fit.layer_seconds)
+        sent = (links[0] + links[1] * padded + links[2] * rows) / self.fit.of_links
+        return Seconds(compute, memory, sent, overhead)

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from jaxserve.planning.calibration import calibration, fit_of
 from jaxserve.planning.compiled import CompiledStage, count_kinds
-from jaxserve.planning.cost import FITS, Collective, Parts, Seconds, calibration
+from jaxserve.planning.cost import Collective, Parts, Seconds
 from jaxserve.planning.hlo import KINDS
 from jaxserve.planning.predict import REQUEST, Plan
 from jaxserve.planning.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
@@ -133,12 +134,13 @@ def _iterations(plan: Plan) -> Section:
         )
         for each in plan.buckets
     ]
-    fit, dtype = FITS[device.platform], deployment.dtype
+    fit, dtype = fit_of(device), deployment.dtype
     links = deployment.topology.group_bandwidth(range(deployment.engine.stage_devices))
+    starts = f" and {1e6 * fit.collective_seconds:.0f} us a collective" if fit.collective_seconds else ""
     note = (
-        f"Roofline: {100 * fit.efficiency:.0f}% of {device.flops[dtype] / 1e12:,.0f} TFLOP/s ({dtype}), of "
-        f"{device.bandwidth / 1e9:,.0f} GB/s memory and of {links / 1e9:,.0f} GB/s links, one after the other, and "
-        f"{1e6 * fit.layer_seconds:.0f} us a layer"
+        f"Roofline: {100 * fit.efficiency:.0f}% of {device.flops[dtype] / 1e12:,.0f} TFLOP/s ({dtype}) and of "
+        f"{device.bandwidth / 1e9:,.0f} GB/s memory, {100 * fit.of_links:.0f}% of {links / 1e9:,.0f} GB/s links, one "
+        f"after the other, and {1e6 * fit.layer_seconds:.0f} us a layer{starts}"
     )
     title = f"Iterations: decodes at context {deployment.context:,}, then prompts; ms of the slowest stage"
     trust = calibration(device)
@@ -231,6 +233,7 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
         "slots": plan.slots,
         "requests_of_2048": plan.requests,
         "context": deployment.context,
+        "calibration": calibration(device),
         "buckets": buckets,
     } | ({"compiled": as_json(tuple(stages_compiled))} if stages_compiled else {})
 

@@ -15,7 +15,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
 from jaxserve.planning import collectives
 from jaxserve.planning.activations import activation_bytes
-from jaxserve.planning.cost import AttentionLoad, ExpertLoad, Fit, Parts, Roofline, Seconds, StageLoad
+from jaxserve.planning.calibration import Fit
+from jaxserve.planning.cost import AttentionLoad, ExpertLoad, Parts, Roofline, Seconds, StageLoad
 from jaxserve.planning.deployment import Deployment, model_of, programs
 from jaxserve.runner import kv_cache, matmul
 from jaxserve.runner.layout import bucket_sizes, for_buckets

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxserve.planning import drawing
+from jaxserve.planning.calibration import calibration
 from jaxserve.planning.search import WAITING, Candidate, SearchResult, frontier
 from jaxserve.planning.tables import Section, as_json
 
@@ -37,7 +38,14 @@ def _ranking(result: SearchResult) -> Section:
         rows.append((str(rank), each.label, each.rules, *told, why(each, best)))
     split = ", ".join(f"{name} {spent:.2f}" for name, spent in best.spent().items() if spent >= 0.005)
     note = f"Device ms: what all devices spend on a token; of the first, {split}"
-    return Section("All that fit, by predicted tokens/s with as many rows as the slots allow", columns, rows, [note])
+    notes = [note, _calibration(result)]
+    return Section("All that fit, by predicted tokens/s with as many rows as the slots allow", columns, rows, notes)
+
+
+def _calibration(result: SearchResult) -> str:
+    """Where the constants of the cost model come from."""
+    told = calibration(result.candidates[0].plan.deployment.topology.device)
+    return told[0].upper() + told[1:]
 
 
 def lag(candidate: Candidate, best: Candidate) -> dict[str, float]:
@@ -120,6 +128,7 @@ def result_json(result: SearchResult) -> dict[str, Any]:
     bounds = result.unranked + result.slower
     return {
         "candidates": [_candidate_json(each, best) for each in result.candidates],
+        "calibration": calibration(best.plan.deployment.topology.device),
         "bounds": [_candidate_json(each, best) for each in bounds],
         "left_out": result.left_out,
     }

@@ -51,10 +51,14 @@ _WORDS = (
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table without lines, aligned right but for columns of words; cells wrap where it is too wide."""
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in columns:
-        made.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
+    """A table without lines, aligned right but for columns of words; where it is too wide, words wrap."""
+    made, rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False), list(rows)
+    for at, column in enumerate(columns):
+        if column in _WORDS:
+            made.add_column(column, justify="left", overflow="fold")
+        else:
+            widest = max((len(word) for row in rows for word in row[at].split()), default=None)
+            made.add_column(column, justify="right", overflow="fold", min_width=widest)
     for row in rows:
         made.add_row(*map(escape, row))
     return made

@@ -139,7 +139,7 @@ def _simulate(args: argparse.Namespace, out: Console) -> dict[str, Any]:
     deployment = make_deployment(args)
     workload = _workload(args, deployment.max_context)
     from jaxserve.planning import plan_report
-    from jaxserve.planning.cost import calibration
+    from jaxserve.planning.calibration import calibration
     from jaxserve.planning.predict import predict
     from jaxserve.simulate import policy_comparison
 

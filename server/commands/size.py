@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     with console.user_errors():
         deployment = make_deployment(args)
         workload = read_trace(args, deployment.max_context)
-        from jaxserve.planning.cost import calibration
+        from jaxserve.planning.calibration import calibration
         from jaxserve.simulate import sizing
 
         with console.progress_bars() as progress:

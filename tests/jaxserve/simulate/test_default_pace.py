@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.orca import SETUPS
-from jaxserve.planning.cost import FITS
+from jaxserve.planning.calibration import FITS
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
@@ -63,7 +63,7 @@ def test_default_pace_on_cores(share, longest):
 
 @pytest.mark.parametrize("share", [0.8, 1.2])
 def test_on_an_accelerator_nothing_is_lost(share):
-    costs = list(bucket_costs(SETUPS["13B"].roofline(FITS["gpu"]), SIZES, 64))
+    costs = list(bucket_costs(SETUPS["13B"].roofline(FITS["a100-40g"]), SIZES, 64))
     prompt, output = Range(low=32, high=384), Range(low=1, high=128)
     everything = serve(arrivals(100, 1e6, 0, prompt, output), costs, 64, paced=False)
     coming = arrivals(100, share * everything.requests_per_second, 0, prompt, output)

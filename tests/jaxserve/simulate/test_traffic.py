@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.planning.cost import calibration
+from jaxserve.planning.calibration import calibration
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.simulate import policy_comparison
@@ -169,7 +169,7 @@ def test_a_trace_is_simulated(azure, capsys, tmp_path):
     told = capsys.readouterr()
     assert "30 requests of azure.csv, 29 s; bloom-560m" in told.out
     assert "10% urgent, others:" in told.out
-    assert "cost model: 57% of the peaks and 55 us a layer, uncalibrated for h100: carried over" in told.out
+    assert "cost model: 57% of the peaks and 55 us a layer, not calibrated for h100: carried over" in told.out
     assert plot.stat().st_size > 10_000
 
 
@@ -239,15 +239,17 @@ def test_a_recommendation_says_whom_it_leaves_out(azure, capsys):
     assert cli.main([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["clipped"] == 30
-    assert "uncalibrated for h100" in told["calibration"]
+    assert "not calibrated for h100" in told["calibration"]
 
 
 def test_where_the_constants_of_a_device_come_from():
     told = {name: calibration(DEVICES[name]) for name in DEVICES}
-    assert "fitted to published times of a100-40g" in told["a100-40g"]
-    assert "uncalibrated" not in told["a100-40g"]
-    assert all(f"uncalibrated for {name}:" in text for name, text in told.items() if name != "a100-40g")
-    assert "10 us a layer, uncalibrated for v5e: assumed" in told["v5e"]
+    assert "fitted to published times (Orca) of 6 batches" in told["a100-40g"]
+    assert "76% of the peaks and 7 us a layer, calibrated on one h200" in told["h200"]
+    assert "not calibrated: small models, links (57%) and 24 us a collective, carried over from a100" in told["h200"]
+    others = told.keys() - {"a100-40g", "h200"}
+    assert all(f"not calibrated for {name}:" in told[name] for name in others)
+    assert "10 us a layer, not calibrated for v5e: assumed" in told["v5e"]
 
 
 def test_too_little_is_said_to_be_too_little(azure, capsys):
