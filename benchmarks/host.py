@@ -37,7 +37,7 @@ class HostTime:
 
     rows: int
     waiting: int
-    stats: report.IterationStats
+    stats: report.IterationSummary
 
     @property
     def median(self) -> float:
@@ -82,7 +82,7 @@ class BusyEngine:
                 self._bars(label, done, WARM_UP + iterations)
         self._bars(label, WARM_UP + iterations, WARM_UP + iterations)
         bucket_ms = {cost.size: cost.milliseconds for cost in self._engine.report.buckets}
-        return HostTime(rows=self._rows, waiting=waiting, stats=report.iteration_stats(self._records, bucket_ms))
+        return HostTime(rows=self._rows, waiting=waiting, stats=report.iteration_summary(self._records, bucket_ms))
 
     def stop(self) -> None:
         self._engine.stop()

@@ -27,7 +27,7 @@ class Slice(NamedTuple):
     end: float
 
 
-class _Launch(NamedTuple):
+class _TracedLaunch(NamedTuple):
     bucket: int
     tokens: int
     decodes: int
@@ -94,7 +94,7 @@ class _PipelineTimeline:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.launches: dict[int, _Launch] = {}
+        self.launches: dict[int, _TracedLaunch] = {}
         self._ends: list[dict[int, float]] = [{} for _ in pipeline.stages]
         self._queues = [queue.SimpleQueue() for _ in pipeline.stages]
         self._threads = [
@@ -115,7 +115,9 @@ class _PipelineTimeline:
             thread.join()
 
     def _launched(self, plan: IterationPlan, outputs: Sequence[jax.Array]) -> None:
-        self.launches[plan.sequence] = _Launch(plan.bucket, plan.num_tokens, plan.num_decodes, time.perf_counter())
+        self.launches[plan.sequence] = _TracedLaunch(
+            plan.bucket, plan.num_tokens, plan.num_decodes, time.perf_counter()
+        )
         for waiting, output in zip(self._queues, outputs, strict=True):
             waiting.put((plan.sequence, output))
 

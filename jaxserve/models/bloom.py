@@ -79,7 +79,7 @@ def hf_config(config: BloomConfig) -> dict[str, Any]:
     }
 
 
-class Embed(nnx.Module):
+class BloomEmbed(nnx.Module):
     """tokens [T] -> [T, H]."""
 
     def __init__(self, config: BloomConfig, rngs: nnx.Rngs) -> None:
@@ -90,7 +90,7 @@ class Embed(nnx.Module):
         return self.norm(self.tokens(tokens))
 
 
-class Block(TransformerBlock):
+class BloomBlock(TransformerBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each behind a norm and with a residual."""
 
     config: BloomConfig
@@ -107,4 +107,4 @@ class Block(TransformerBlock):
         return ((normed if after_norm else x) + self.feed_forward(normed, positions)).astype(dtype), cache
 
 
-Head = NormedHead
+Embed, Block, Head = BloomEmbed, BloomBlock, NormedHead

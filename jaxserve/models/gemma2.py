@@ -102,7 +102,7 @@ def hf_config(config: GemmaConfig, architecture: str = "Gemma2ForCausalLM") -> d
 _norm = partial(RMSNorm, offset=1.0)
 
 
-class Embed(TokenEmbed):
+class GemmaEmbed(TokenEmbed):
     """tokens [T], positions [T] -> [T, H]: rows of the table times sqrt(H), in their dtype."""
 
     def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
@@ -110,7 +110,7 @@ class Embed(TokenEmbed):
         return x * jnp.asarray(math.sqrt(x.shape[1]), x.dtype)
 
 
-class Block(DecoderBlock):
+class GemmaBlock(DecoderBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each between two norms, with a residual."""
 
     def __init__(self, config: GemmaConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
@@ -128,4 +128,4 @@ class Block(DecoderBlock):
         return (x + self.ffn_out_norm(inner)).astype(dtype), cache
 
 
-Head = partial(NormedHead, norm=_norm)
+Embed, Block, Head = GemmaEmbed, GemmaBlock, partial(NormedHead, norm=_norm)

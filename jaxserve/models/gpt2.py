@@ -78,7 +78,7 @@ def hf_config(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-class Embed(nnx.Module):
+class GPT2Embed(nnx.Module):
     """tokens [T], positions [T] -> [T, H]."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -90,4 +90,4 @@ class Embed(nnx.Module):
         return self.tokens(tokens) + self.positions(positions)
 
 
-Block, Head = PreNormBlock, NormedHead
+Embed, Block, Head = GPT2Embed, PreNormBlock, NormedHead

@@ -100,7 +100,7 @@ def hf_config(config: MPTConfig) -> dict[str, Any]:
 _norm = partial(LayerNorm, bias=False)
 
 
-class Block(PreNormBlock):
+class MPTBlock(PreNormBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each behind a norm and with a residual."""
 
     config: MPTConfig
@@ -114,4 +114,4 @@ class Block(PreNormBlock):
         return y if bound is None else jnp.clip(y, -bound, bound)
 
 
-Embed, Head = TokenEmbed, partial(NormedHead, norm=_norm)
+Embed, Block, Head = TokenEmbed, MPTBlock, partial(NormedHead, norm=_norm)

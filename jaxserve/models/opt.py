@@ -96,7 +96,7 @@ def hf_config(config: OPTConfig) -> dict[str, Any]:
     }
 
 
-class Embed(nnx.Module):
+class OPTEmbed(nnx.Module):
     """tokens [T], positions [T] -> [T, H]."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
@@ -111,7 +111,7 @@ class Embed(nnx.Module):
         return words + places if self.project is None else (self.project(words) + places).astype(places.dtype)
 
 
-class Block(PreNormBlock):
+class OPTBlock(PreNormBlock):
     """x [T, H] -> [T, H]: attention, then feed-forward, each with a residual and one norm."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
@@ -136,7 +136,7 @@ class Block(PreNormBlock):
         return self.ffn_norm((x + self.feed_forward(x, positions)).astype(x.dtype)), cache
 
 
-class Head(nnx.Module):
+class OPTHead(nnx.Module):
     """Last norm, projection to a narrower token table, and own head: each where there is one."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
@@ -149,3 +149,6 @@ class Head(nnx.Module):
     def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T E"]:
         x = x if self.norm is None else self.norm(x)
         return x if self.project is None else self.project(x).astype(x.dtype)
+
+
+Embed, Block, Head = OPTEmbed, OPTBlock, OPTHead

@@ -20,7 +20,7 @@ from jaxserve.models.products import Quantized
 from jaxserve.weights import int8_weights, naming, orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
-from jaxserve.weights.regions import UNCHANGED, Layout, layout
+from jaxserve.weights.regions import UNCHANGED, StoredLayout, layout
 from jaxserve.weights.stored import Region, StoredTensor
 from sharding.spec import ShardingSpec
 
@@ -157,18 +157,21 @@ def load(
 
 def padded(model: models.Model, params: models.Params) -> models.Params:
     """Pads a model's parameters; leaves that have the padded shape are unchanged."""
-    return _convert_leaves(model, params, model, Layout.pad)
+    return _convert_leaves(model, params, model, StoredLayout.pad)
 
 
 def unpadded(model: models.Model, params: models.Params) -> models.Params:
     """Removes the padding of parameters; leaves that have the unpadded shape are unchanged."""
-    return _convert_leaves(model, params, model.unpadded, Layout.unpad)
+    return _convert_leaves(model, params, model.unpadded, StoredLayout.unpad)
 
 
 def _convert_leaves(
-    model: models.Model, params: models.Params, like: models.Model, move: Callable[[Layout, Any, tuple[int, ...]], Any]
+    model: models.Model,
+    params: models.Params,
+    like: models.Model,
+    move: Callable[[StoredLayout, Any, tuple[int, ...]], Any],
 ) -> models.Params:
-    """Applies `move` (`Layout.pad` or `unpad`) to leaves with other shapes than those of `like`."""
+    """Applies `move` (`StoredLayout.pad` or `unpad`) to leaves with other shapes than those of `like`."""
     wanted = parameters(model.unpadded, jnp.dtype(jnp.float32))
     shapes = [leaf.shape for leaf in jax.tree.leaves(like.shapes(jnp.float32))]
     leaves, structure = jax.tree.flatten(params, is_leaf=is_matrix)

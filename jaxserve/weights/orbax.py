@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jaxserve.models.products import Quantized
 from jaxserve.weights import int8_weights
 from jaxserve.weights.checkpoint import CheckpointError, read_json
-from jaxserve.weights.regions import Layout
+from jaxserve.weights.regions import StoredLayout
 from sharding.spec import ShardingSpec
 
 _MARKER = "jaxserve.json"
@@ -56,7 +56,7 @@ def restore(
     directory: Path,
     targets: dict[str, jax.ShapeDtypeStruct | Quantized],
     saved: dict[str, tuple[int, ...]] | None = None,
-    layouts: dict[str, Layout] | None = None,
+    layouts: dict[str, StoredLayout] | None = None,
 ) -> dict[str, jax.Array | Quantized]:
     """Reads arrays by name into the dtype and sharding of each target.
 
@@ -110,7 +110,7 @@ def _as_read(target: jax.ShapeDtypeStruct | Quantized, whole: tuple[int, ...] | 
     return jax.ShapeDtypeStruct(whole or target.shape, dtype, sharding=sharding)
 
 
-def _move(array: jax.Array, target: jax.ShapeDtypeStruct, layout: Layout) -> jax.Array:
+def _move(array: jax.Array, target: jax.ShapeDtypeStruct, layout: StoredLayout) -> jax.Array:
     """Moves the entries of a restored array to their indices in a padded model."""
     axis, index = layout.axis, layout.places
     index = np.pad(index, (0, target.shape[axis] - len(index)), constant_values=-1)

@@ -23,7 +23,7 @@ class StoredRun(NamedTuple):
     stored: int
 
 
-class Layout(NamedTuple):
+class StoredLayout(NamedTuple):
     """The runs of a parameter along one axis; entries outside all runs are zeros."""
 
     axis: int
@@ -63,7 +63,7 @@ def is_qkv(name: str) -> bool:
 UNCHANGED = Stored("")  # parameters of converted checkpoints are stored as they are
 
 
-def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...], stored: Stored) -> Layout:
+def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...], stored: Stored) -> StoredLayout:
     """Where the entries of a parameter of `model`, padded or not, are stored.
 
     Args:
@@ -71,15 +71,15 @@ def layout(model: Model, name: str, axes: tuple[str, ...], shape: tuple[int, ...
     """
     config, sources = model.config, model.head_sources
     if stored.experts:
-        return Layout(0, tuple(StoredRun(expert, 1, expert, 0) for expert in range(stored.experts)))
+        return StoredLayout(0, tuple(StoredRun(expert, 1, expert, 0) for expert in range(stored.experts)))
     if is_qkv(name):
-        return Layout(0, _merged(_qkv(config, sources.queries, sources.keys, stored)))
+        return StoredLayout(0, _merged(_qkv(config, sources.queries, sources.keys, stored)))
     if "heads" in axes:
         axis = axes.index("heads")
         unit = shape[axis] // config.num_heads
         heads = (StoredRun(i * unit, unit, 0, head * unit) for i, head in enumerate(sources.queries) if head >= 0)
-        return Layout(axis, _merged(heads))
-    return Layout(0, (StoredRun(0, shape[0], 0, stored.share[0] * shape[0]),))
+        return StoredLayout(axis, _merged(heads))
+    return StoredLayout(0, (StoredRun(0, shape[0], 0, stored.share[0] * shape[0]),))
 
 
 def tensor_shapes(

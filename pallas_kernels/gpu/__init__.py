@@ -30,7 +30,7 @@ from pallas_kernels.gpu.kernels import (
     LEAST_DOT,
     Context,
     GpuPool,
-    Parts,
+    PartialSums,
     Tiling,
     combine_kernel,
     is_exact,
@@ -241,7 +241,7 @@ def _attend(
         else:
             sums = (decodes, parts, shape.num_heads)
             acc, scalar = (jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((*sums, shape.head_dim), sums))
-            _, made = call(kernel, grid, *tiling[2:], (*inputs, meta.decodes), None, Parts(acc, scalar, scalar))
+            _, made = call(kernel, grid, *tiling[2:], (*inputs, meta.decodes), None, PartialSums(acc, scalar, scalar))
             kernel = partial(combine_kernel, tiling=tiling, shape=shape, window=window)
             out, _ = call(kernel, (decodes, shape.num_heads), 4, 1, (made, context.sinks, meta.decodes), out)
 

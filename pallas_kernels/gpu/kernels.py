@@ -46,7 +46,7 @@ class Context(NamedTuple):
     sinks: Any  # likewise
 
 
-class Parts(NamedTuple):
+class PartialSums(NamedTuple):
     """Softmax over parts of contexts, [items, parts, ...].
 
     Sums of weighted values, the scores' maximum (to base 2) and the sum of the weights.
@@ -267,7 +267,7 @@ def tile_kernel(
     items: Any,
     _: Any,
     out: Any,
-    parts: Parts | None,
+    parts: PartialSums | None,
     *,
     tiling: Tiling,
     shape: AttentionShape,
@@ -352,7 +352,7 @@ def tile_kernel(
 
 
 def combine_kernel(
-    parts: Parts,
+    parts: PartialSums,
     sinks: Any,
     items: Any,
     _: Any,

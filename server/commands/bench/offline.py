@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         report.summarise(
             name,
             run.outcomes,
-            iterations=report.iteration_stats(run.records, bucket_ms),
+            iterations=report.iteration_summary(run.records, bucket_ms),
             extra={"preemptions": run.load.preemptions, "compiled after ready": run.load.compiled_after_ready},
         )
         for name, run in runs.items()

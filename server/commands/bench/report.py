@@ -26,7 +26,7 @@ HOST_PHASES = ("schedule", "pack", "launch", "complete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationStats:
+class IterationSummary:
     """Statistics of the engine's records of a run.
 
     Attributes:
@@ -64,7 +64,7 @@ class RunReport:
     first_token_ms: Distribution | None
     between_tokens_ms: Distribution | None
     normalised_ms: Distribution | None
-    iterations: IterationStats | None = None
+    iterations: IterationSummary | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -87,7 +87,7 @@ def summarise(
     name: str,
     outcomes: Sequence[Outcome],
     *,
-    iterations: IterationStats | None = None,
+    iterations: IterationSummary | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> RunReport:
     """Summarises outcomes; a run lasts from the first arrival to the last token."""
@@ -117,7 +117,7 @@ def summarise(
     )
 
 
-def iteration_stats(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> IterationStats:
+def iteration_summary(records: Sequence[IterationRecord], cost_ms: Mapping[int, float]) -> IterationSummary:
     """Summarises an engine's records, weighted by the measured milliseconds of each bucket."""
     if not records:
         raise ValueError("no iteration was recorded")
@@ -127,7 +127,7 @@ def iteration_stats(records: Sequence[IterationRecord], cost_ms: Mapping[int, fl
         assert found is not None
         return found
 
-    return IterationStats(
+    return IterationSummary(
         iterations=len(records),
         buckets=dict(sorted(Counter(record.bucket for record in records).items())),
         cost_seconds=sum(cost_ms[record.bucket] for record in records) / 1000,
@@ -207,7 +207,7 @@ def print_runs(console: Console, title: str, runs: Sequence[RunReport], notes: S
         if any(value is not None for value in cells):
             table.add_row(label, *("-" if value is None else value for value in cells))
 
-    def iterations(label: str, cell: Callable[[IterationStats], str | None]) -> None:
+    def iterations(label: str, cell: Callable[[IterationSummary], str | None]) -> None:
         row(label, lambda run: None if run.iterations is None else cell(run.iterations))
 
     row("requests (failed)", lambda run: f"{run.requests} ({run.failed})")

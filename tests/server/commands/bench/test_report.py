@@ -75,7 +75,7 @@ def test_run_in_which_everything_failed():
 
 
 def test_padding_is_weighted_by_bucket_cost():
-    stats = report.iteration_stats(ITERATION, COST)
+    stats = report.iteration_summary(ITERATION, COST)
     assert stats.waste_waiting == pytest.approx((30 * 0 + 30 * 8 / 32) / 60)
     assert stats.waste_drain == pytest.approx(6 / 8)
     assert report.padding_waste(ITERATION, COST) == pytest.approx((7.5 + 7.5) / 70)
@@ -85,18 +85,18 @@ def test_padding_is_weighted_by_bucket_cost():
 
 
 def test_host_time_excludes_device_waits():
-    stats = report.iteration_stats(ITERATION, COST)
+    stats = report.iteration_summary(ITERATION, COST)
     assert stats.host_ms["host"].p50 == pytest.approx(10.0)
     assert stats.host_ms["launch"].p50 == pytest.approx(3.0)
     assert stats.wait_ms.p50 == pytest.approx(50.0)
     with pytest.raises(ValueError, match="no iteration"):
-        report.iteration_stats([], COST)
+        report.iteration_summary([], COST)
 
 
 def test_comparison_of_schedules():
-    fast = report.summarise("iteration", outcomes(), iterations=report.iteration_stats(ITERATION, COST))
+    fast = report.summarise("iteration", outcomes(), iterations=report.iteration_summary(ITERATION, COST))
     slow_outcomes = [Outcome(arrival=0.0, prompt_tokens=10, token_times=[1.0, 2.0, 4.0, 6.0])]
-    slow = report.summarise("request", slow_outcomes, iterations=report.iteration_stats(REQUEST, COST))
+    slow = report.summarise("request", slow_outcomes, iterations=report.iteration_summary(REQUEST, COST))
     found = report.compare(fast, slow)
     assert found.measured == pytest.approx(1.5)
     assert found.allowed == pytest.approx(120 / 70)
@@ -105,7 +105,7 @@ def test_comparison_of_schedules():
 
 def test_tables_name_what_they_show(capsys):
     console = Console(width=160)
-    fast = report.summarise("iteration", outcomes(), iterations=report.iteration_stats(ITERATION, COST))
+    fast = report.summarise("iteration", outcomes(), iterations=report.iteration_summary(ITERATION, COST))
     slow = report.summarise("request", outcomes()[:1], extra={"preemptions": 3})
     report.print_runs(console, "title", [fast, slow], ["two requests were clipped"])
     report.print_comparison(console, report.Comparison(measured=2.0, allowed=2.1, share=2.0 / 2.1))
@@ -116,7 +116,7 @@ def test_tables_name_what_they_show(capsys):
 
 
 def test_json_holds_plain_values(tmp_path):
-    run = report.summarise("x", outcomes(), iterations=report.iteration_stats(ITERATION, COST))
+    run = report.summarise("x", outcomes(), iterations=report.iteration_summary(ITERATION, COST))
     path = tmp_path / "new" / "result.json"
     report.write_json(path, {"run": run, "scalar": np.float32(0.5), "environment": machine.environment()})
     read = json.loads(path.read_text())
