@@ -63,7 +63,7 @@ $(RAY_STAMP): requirements-dev.txt
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt "ray[serve]==2.60.0"
 	touch $@
 
-SCALE := $(RAY_VENV)/bin/python -m pytest -n 0 -W ignore -m scale tests/ray
+SCALE := $(RAY_VENV)/bin/python -m pytest -n 0 -W ignore -m scale tests/ray tests/server/http
 test-scale: $(RAY_STAMP) ## serve on a local cluster of Ray
 	$(SCALE) $(ARGS)
 

@@ -35,8 +35,8 @@ class Group:
 
 
 def settings(flags: Sequence[str], group: Group | None, host: int = 0) -> ServeSettings:
-    """The settings of one host. Raises UserError for a wrong flag."""
-    given = ["serve", *flags]
+    """The settings of one host, whose engine process is restarted. Raises UserError for a wrong flag."""
+    given = ["serve", "--supervise", *flags]
     if group is None:
         return serve.from_flags(cli.parser().parse_args(given))
     given += ["--hosts", str(group.hosts), "--host-id", str(host), "--coordinator", group.coordinator]

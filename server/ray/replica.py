@@ -15,7 +15,7 @@ from ray.serve import metrics
 from ray.util import get_current_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from starlette.types import Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.generation import defaults
 from jaxserve.text.tokenizer import Tokenizer
@@ -84,8 +84,11 @@ class Replica:
             ready.cancel()
             self._running.result()  # raises why it could not start
 
-    def __serve_build_asgi_app__(self) -> Application:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application that Serve's proxy calls, once the engine is ready."""
+        return without_request_id(self._make_app())
+
+    def _make_app(self) -> Application:
         chosen, supervisor = self._settings, self._supervisor
         assert supervisor is not None
         app = create_app(
@@ -108,7 +111,7 @@ class Replica:
         return {OWED: float(self._engine.load().outstanding_tokens)}
 
     def check_health(self) -> None:
-        """Raises if the engine is gone and does not return: Serve then replaces the replica."""
+        """Raises if the engine is restarted no more: Serve then replaces the replica."""
         if not self._engine.takes_requests:
             raise RuntimeError(self._engine.problem)
 
@@ -131,9 +134,10 @@ class RoutedReplica(Replica):
     ) -> None:
         await super().__init__(flags, hosts, actor_options, tpu_slice)
         self._blocks = CachedBlocks(self._engine)
-        self._app = self.__serve_build_asgi_app__()
+        app = self._make_app()
+        self._app = without_request_id(app)
         self._serving = contextlib.AsyncExitStack()
-        await self._serving.enter_async_context(self._app.lifespan())
+        await self._serving.enter_async_context(app.lifespan())
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Asked by Serve: what `PrefixRouter` reads."""
@@ -171,6 +175,21 @@ class RoutedReplica(Replica):
         if hasattr(self, "_serving"):
             await self._serving.aclose()
         await super().__del__()
+
+
+def without_request_id(app: ASGIApp) -> ASGIApp:
+    """The application without the header `x-request-id` in its responses: Serve adds the same one."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [header for header in message["headers"] if header[0] != b"x-request-id"]
+                message = message | {"headers": kept}
+            await send(message)
+
+        await app(scope, receive, send_without)
+
+    return call
 
 
 async def _report(of: Metrics) -> None:

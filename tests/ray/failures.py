@@ -25,7 +25,7 @@ import httpx2 as httpx
 
 from tests.ray.local_cluster import FLAGS, ROOT, WAIT_SECONDS, Cluster, until
 
-CASES = ("engine", "supervised engine", "replica", "raylet", "node", "driver", "host")
+CASES = ("engine", "replica", "raylet", "node", "driver", "host")
 STREAMS, CALLERS, TOKENS = 8, 2, 900
 ENGINES = 2  # in every case
 REPLICAS = {"min_replicas": 2, "max_replicas": 2, "actor_options": {"num_cpus": 5}}  # of a node's 8
@@ -76,11 +76,20 @@ def kill(cluster: Cluster, case: str, started: subprocess.Popen[bytes] | None) -
     replica = next(each for each in cluster.replicas() if cluster.parent_of(each) != cluster.head)
     engine = next(each for each in cluster.engines() if cluster.parent_of(each) == replica)
     raylet = cluster.parent_of(replica)
-    victims = {"engine": [engine], "replica": [replica], "raylet": [raylet], "node": [raylet, replica, engine]}[
-        case.split()[-1]
-    ]
+    victims = {"engine": [engine], "replica": [replica], "raylet": [raylet], "node": [raylet, replica, engine]}[case]
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
+
+
+def end_of_stream(cluster: Cluster, begun: threading.Barrier) -> tuple[str, set[str]]:
+    """How a stream that waits at `begun` after its first event ends, and the errors that its caller sees."""
+    told = iter([begun.wait])
+    try:
+        events = cluster.stream(TOKENS, lambda: next(told, lambda: None)())
+    except httpx.HTTPError as problem:
+        return "a broken connection", {str(problem)}
+    errors = {each["error"]["message"] for each in events if "error" in each}
+    return "an error event" if errors else "whole" if events[-1] == "data: [DONE]" else "silent", errors
 
 
 def measure(case: str, routing: str = "session") -> Outcome:
@@ -92,23 +101,17 @@ def measure(case: str, routing: str = "session") -> Outcome:
         elif case == "host":
             cluster.deploy("--stages", "2", "--flight-folder", tempfile.gettempdir(), hosts=2)
         else:
-            cluster.deploy(*["--supervise"] * case.startswith("supervised"), routing=routing, **REPLICAS)
+            cluster.deploy(routing=routing, **REPLICAS)
         until(lambda: len(cluster.engines()) == ENGINES)
         before = cluster.engines()
         begun, lock = threading.Barrier(STREAMS + 1), threading.Lock()
         stop, last_failure, in_row = threading.Event(), [0.0], [0]
 
         def stream() -> None:
-            told = iter([begun.wait])
-            try:
-                events = cluster.stream(TOKENS, lambda: next(told, lambda: None)())
-                told_of = [each["error"]["message"] for each in events if "error" in each]
-                how = "an error event" if told_of else "whole" if events[-1] == "data: [DONE]" else "silent"
-            except httpx.HTTPError as problem:
-                how, told_of = "a broken connection", [str(problem)]
+            how, errors = end_of_stream(cluster, begun)
             with lock:
                 outcome.streams[how] += 1
-                outcome.errors |= set(told_of)
+                outcome.errors |= errors
 
         def call() -> None:
             while not stop.is_set():

@@ -117,6 +117,17 @@ class Cluster:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
+    def complete_when_ready(self, max_tokens: int = 5) -> str:
+        """Calls until a call is answered."""
+
+        def attempt() -> str | None:
+            try:
+                return self.complete(max_tokens)
+            except (AssertionError, httpx.HTTPError):
+                return None
+
+        return until(attempt)
+
     def stream(self, max_tokens: int, begun: Callable[[], None] = lambda: None) -> list[Any]:
         """The events of a stream. Raises httpx.HTTPError if its connection breaks."""
         body = {"prompt": "It was", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}

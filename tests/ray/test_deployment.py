@@ -1,6 +1,7 @@
 """A deployment on a Ray cluster of this machine: what its callers get, and what becomes of them when processes end."""
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import signal
@@ -141,17 +142,33 @@ def broken(cluster: Cluster, kill: Callable[[], int], streams: int = 8) -> list[
 
 
 @routings
-def test_streams_of_a_killed_engine_fail_and_it_is_replaced(cluster: Cluster, routing: str) -> None:
+def test_a_killed_engine_ends_its_streams_and_is_restarted(cluster: Cluster, routing: str) -> None:
     cluster.deploy(routing=routing)
-    before = cluster.replicas()
-    for events in broken(cluster, lambda: cluster.engines().pop()):
+    replicas, engines = cluster.replicas(), cluster.engines()
+    for events in broken(cluster, lambda: min(engines)):
         assert "was killed by signal 9" in events[-1]["error"]["message"]
-    until(lambda: cluster.replicas() and not cluster.replicas() & before)
-    assert cluster.complete()
+    assert cluster.complete()  # which waits for the engine
+    assert cluster.replicas() == replicas
+    assert not cluster.engines() & engines
+
+
+def test_a_replica_whose_engine_keeps_dying_is_replaced(cluster: Cluster) -> None:
+    cluster.deploy()
+    before = cluster.replicas()
+
+    def is_replaced() -> bool:
+        for engine in cluster.engines():
+            with contextlib.suppress(OSError):  # it has ended
+                if cluster.parent_of(engine) in before:
+                    os.kill(engine, signal.SIGKILL)
+        return not cluster.replicas() & before
+
+    until(is_replaced)
+    assert cluster.complete_when_ready()
 
 
 @routings
-def test_streams_of_a_killed_replica_raise(cluster: Cluster, routing: str) -> None:
+def test_a_killed_replica_breaks_its_streams_and_leaves_nothing(cluster: Cluster, routing: str) -> None:
     cluster.deploy(routing=routing)
     engines = until(cluster.engines)
     ends = broken(cluster, lambda: cluster.replicas().pop())

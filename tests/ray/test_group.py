@@ -5,7 +5,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
 
 from server.ray import RayConfig, group
@@ -22,19 +21,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "supervise", "routing"),
-    [
-        ("engine of host 1", False, "session"),
-        ("engine of host 1", True, "session"),
-        ("replica", False, "session"),
-        ("replica", False, "prefix"),
-    ],
+    ("victim", "routing"), [("engine of host 1", "session"), ("replica", "session"), ("replica", "prefix")]
 )
-def test_a_group_serves_and_comes_back(
-    cluster: Cluster, victim: str, supervise: bool, routing: str, tmp_path: Path
-) -> None:
-    flags = ["--stages", "2", "--flight-folder", str(tmp_path), *["--supervise"] * supervise]
-    cluster.deploy(*flags, hosts=2, routing=routing)
+def test_a_group_serves_and_comes_back(cluster: Cluster, victim: str, routing: str, tmp_path: Path) -> None:
+    cluster.deploy("--stages", "2", "--flight-folder", str(tmp_path), hosts=2, routing=routing)
     text = cluster.complete(20)
     engines = cluster.engines()
     assert len(engines) == 2
@@ -44,13 +34,7 @@ def test_a_group_serves_and_comes_back(
     until(lambda: not cluster.engines() & engines, 5.0)  # a group fails as a whole
     until(lambda: len(cluster.engines() - engines) == 2)
 
-    def again() -> str | None:
-        try:
-            return cluster.complete(20)
-        except (AssertionError, httpx.HTTPError):  # it is not ready yet
-            return None
-
-    assert until(again) == text
+    assert cluster.complete_when_ready(20) == text
 
 
 def test_hosts_that_cannot_share_the_devices_are_refused() -> None:

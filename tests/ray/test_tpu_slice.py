@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx2 as httpx
 import pytest
 import ray
 
@@ -50,13 +49,7 @@ def test_a_group_has_one_slice(cluster: Cluster, tmp_path: Path) -> None:
     os.kill(replica, signal.SIGKILL)
     until(lambda: len(cluster.engines() - engines) == 2)
 
-    def again() -> str | None:
-        try:
-            return cluster.complete(20)
-        except (AssertionError, httpx.HTTPError):  # it is not ready yet
-            return None
-
-    assert until(again) == text
+    assert cluster.complete_when_ready(20) == text
     assert len(set(workers().values())) == 1
 
 

@@ -50,4 +50,10 @@ def _listening() -> Any:
         yield it
 
 
-RUN = {"uvicorn": _under_uvicorn, "hypercorn": _under_hypercorn}
+def _under_ray(app: Any) -> contextlib.AbstractAsyncContextManager[int]:
+    from tests.ray.served import under_ray  # which has its own environment
+
+    return under_ray(app)
+
+
+RUN = {"uvicorn": _under_uvicorn, "hypercorn": _under_hypercorn, "ray": _under_ray}

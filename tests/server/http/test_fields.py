@@ -227,7 +227,7 @@ def test_prompts_are_truncated_from_the_left(serve_http: Serve) -> None:
     serve_http(scenario, max_context=64)
 
 
-def test_template_variables_reach_the_template(serve: Serve) -> None:
+def test_template_variables_reach_the_template(serve_http: Serve) -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ style }}{{ reasoning_effort }}", {"bos_token": "<s>"})
 
     async def scenario(it: Served) -> None:
@@ -244,7 +244,7 @@ def test_template_variables_reach_the_template(serve: Serve) -> None:
             assert (status, refused["error"]["param"]) == (400, "messages")
             assert taken in refused["error"]["message"]
 
-    serve(scenario, http_port=0, chat_template=template)
+    serve_http(scenario, chat_template=template)
 
 
 def test_special_tokens_are_added_on_request(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

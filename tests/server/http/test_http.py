@@ -143,7 +143,7 @@ def test_only_what_is_listed_is_served(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
-def test_a_body_or_a_header_over_the_limit_is_refused(serve_http: Serve) -> None:
+def test_a_body_or_a_header_over_the_limit_is_refused(serve_port: Serve) -> None:
     async def scenario(it: Served) -> None:
         told = await raw(it, HEAD + b"Content-Length: 999999999\r\n\r\n")
         assert told.startswith(b"HTTP/1.1 413 ")
@@ -160,7 +160,7 @@ def test_a_body_or_a_header_over_the_limit_is_refused(serve_http: Serve) -> None
             told = await raw(it, whole)  # in one piece, as far as the network leaves it in one
             assert told.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")), told[:100]
 
-    serve_http(scenario)
+    serve_port(scenario)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve_http: Serve, monkeypa
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize", b"/nowhere"])
 @pytest.mark.parametrize("kind", [b"application/json", b"text/plain"])
 def test_a_body_that_is_no_http_ends_its_connection(
-    serve_http: Serve, caplog: pytest.LogCaptureFixture, path: bytes, kind: bytes
+    serve_port: Serve, caplog: pytest.LogCaptureFixture, path: bytes, kind: bytes
 ) -> None:
     """Whether that is seen before the call is answered or after; and no call fails because of it."""
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n" % (
@@ -194,11 +194,11 @@ def test_a_body_that_is_no_http_ends_its_connection(
         await left(writer)
         await it.app.handler.calls.wait_until_none()
 
-    serve_http(scenario)
+    serve_port(scenario)
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
 
 
-def test_a_connection_that_is_reset_leaves_no_timer(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_reset_leaves_no_timer(serve_port: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would hold the connection's objects for as long as an idle client may stay."""
     lost: asyncio.Queue[tuple[Any, Exception | None]] = asyncio.Queue()
     own = listener._Protocol.connection_lost
@@ -220,10 +220,10 @@ def test_a_connection_that_is_reset_leaves_no_timer(serve_http: Serve, monkeypat
         assert isinstance(reason, ConnectionResetError)
         assert protocol.timeout_keep_alive_task is None
 
-    serve_http(scenario)
+    serve_port(scenario)
 
 
-def test_headers_that_do_not_come_are_not_waited_for(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_that_do_not_come_are_not_waited_for(serve_port: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(it: Served) -> None:
         assert await raw(it, b"") == await raw(it, b"GET /he") == b""
         reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
@@ -234,7 +234,7 @@ def test_headers_that_do_not_come_are_not_waited_for(serve_http: Serve, monkeypa
         await left(writer)
 
     monkeypatch.setattr("server.http.listener.HEADER_SECONDS", 0.05)
-    serve_http(scenario)
+    serve_port(scenario)
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_back(serve_http: Serve) -> None:
@@ -328,7 +328,7 @@ def test_a_failed_engine_answers_503(serve_http: Serve) -> None:
     serve_http(scenario, held=True)
 
 
-def test_drain_lets_answers_end_and_refuses_new_ones(serve_http: Serve) -> None:
+def test_drain_lets_answers_end_and_refuses_new_ones(serve_port: Serve) -> None:
     async def scenario(it: Served) -> None:
         async with asyncio.TaskGroup() as tasks:
             call = tasks.create_task(post(it, PATH, prompt="abc", max_tokens=3))
@@ -342,4 +342,4 @@ def test_drain_lets_answers_end_and_refuses_new_ones(serve_http: Serve) -> None:
         with pytest.raises(httpx.ConnectError):
             await post(it, PATH, prompt="abc")
 
-    serve_http(scenario, held=True)
+    serve_port(scenario, held=True)

@@ -24,14 +24,22 @@ def test_a_request_id_of_the_caller_is_kept(serve_http: Serve, path: str) -> Non
                 assert answer.json()["id"] == "cmpl-trace/7:a=b"
             refused = await client.post(path, json={}, headers={"x-request-id": "mine"})
             assert (refused.status_code // 100, refused.headers["x-request-id"]) == (4, "mine")
-            made = set()
+
+    serve_http(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_an_improper_request_id_is_replaced(serve_port: Serve, path: str) -> None:
+    async def scenario(it: Served) -> None:
+        body, made = {"prompt": "abc", "inputs": "abc"}, set()
+        async with httpx.AsyncClient(base_url=it.url) as client:
             for wrong in ("a b", "x" * 129, "\u00e9".encode(), '"', ""):
                 answer = await client.post(path, json=body, headers={"x-request-id": wrong})
                 assert len(answer.headers["x-request-id"]) == 16
                 made.add(answer.headers["x-request-id"])
-            assert len(made) == 5
+        assert len(made) == 5
 
-    serve_http(scenario)
+    serve_port(scenario)
 
 
 def test_names_of_metrics_follow_prometheus_rules(serve_http: Serve) -> None:

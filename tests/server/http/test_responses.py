@@ -62,7 +62,7 @@ def without_ids(response: Any) -> Any:
         ({"input": "<eos>"}, ["message"]),
     ],
 )
-def test_a_stream_adds_up_to_the_whole_response(serve: Serve, fields: dict[str, Any], kinds: list[str]) -> None:
+def test_a_stream_adds_up_to_the_whole_response(serve_http: Serve, fields: dict[str, Any], kinds: list[str]) -> None:
     async def scenario(it: Served) -> None:
         whole = await ask(it, PATH, **fields)
         assert [item["type"] for item in whole["output"]] == kinds
@@ -84,7 +84,7 @@ def test_a_stream_adds_up_to_the_whole_response(serve: Serve, fields: dict[str, 
             if item["type"] == "message":
                 assert [each for event in deltas for each in event["logprobs"]] == item["content"][0]["logprobs"]
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
+    serve_http(scenario, chat_template=ChatTemplate(ECHO, {}))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_stream_adds_up_to_the_whole_response(serve: Serve, fields: dict[str, 
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_do_not_depend_on_what_comes_together(
-    serve: Serve, text: str, fields: dict[str, Any], scored: list[str], stream: bool
+    serve_http: Serve, text: str, fields: dict[str, Any], scored: list[str], stream: bool
 ) -> None:
     body = {"input": text, "include": ["message.output_text.logprobs"], "stream": stream} | fields
 
@@ -113,10 +113,10 @@ def test_logprobs_do_not_depend_on_what_comes_together(
             (part,) = (answer[-1]["response"] if stream else answer)["output"][0]["content"]
             assert [token["token"] for token in part["logprobs"]] == scored, together
 
-    serve(scenario, http_port=0, held=True, chat_template=ChatTemplate(ECHO, {}))
+    serve_http(scenario, held=True, chat_template=ChatTemplate(ECHO, {}))
 
 
-def test_what_a_response_says(serve: Serve) -> None:
+def test_what_a_response_says(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         asked = {"input": "abc<eos>", "metadata": {"a": "b"}, "store": True, "temperature": 0.5}
         answer = await ask(it, PATH, **asked, include=["message.output_text.logprobs"], top_logprobs=1)
@@ -134,10 +134,10 @@ def test_what_a_response_says(serve: Serve) -> None:
             "model": "echo",
         }
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
+    serve_http(scenario, chat_template=ChatTemplate(ECHO, {}))
 
 
-def test_items_become_messages(serve: Serve) -> None:
+def test_items_become_messages(serve_http: Serve) -> None:
     items = [
         {"role": "developer", "content": "Be"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
@@ -161,7 +161,7 @@ def test_items_become_messages(serve: Serve) -> None:
             {"role": "tool", "content": "4", "tool_call_id": "c2", "name": "add"},
         ]
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(WHOLE, {}))
+    serve_http(scenario, chat_template=ChatTemplate(WHOLE, {}))
 
 
 @pytest.mark.parametrize(
@@ -187,24 +187,24 @@ def test_items_become_messages(serve: Serve) -> None:
         ({"n": 2}, "n"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(serve: Serve, fields: dict[str, Any], param: str) -> None:
+def test_what_is_not_served_is_refused_by_name(serve_http: Serve, fields: dict[str, Any], param: str) -> None:
     async def scenario(it: Served) -> None:
         status, answer = await post(it, PATH, **{"input": "a"} | fields)
         assert (status, answer["error"]["param"]) == (400, param), answer
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
+    serve_http(scenario, chat_template=ChatTemplate(ECHO, {}))
 
 
-def test_references_to_what_is_not_stored_are_refused(serve: Serve) -> None:
+def test_references_to_what_is_not_stored_are_refused(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         status, answer = await post(it, PATH, input=[{"type": "item_reference", "id": "msg_1"}])
         assert (status, answer["error"]["param"]) == (400, "input")
         assert "with store false" in answer["error"]["message"]
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
+    serve_http(scenario, chat_template=ChatTemplate(ECHO, {}))
 
 
-def test_a_schema_constrains_the_text(serve: Serve) -> None:
+def test_a_schema_constrains_the_text(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         requests = []
         submit = it.engine.submit
@@ -213,4 +213,4 @@ def test_a_schema_constrains_the_text(serve: Serve) -> None:
         await ask(it, PATH, input="a<eos>", text={"format": {"type": "json_schema", "name": "b", "schema": schema}})
         assert requests[0].sampling.grammar.text == '{"type":"object","properties":{}}'
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(ECHO, {}))
+    serve_http(scenario, chat_template=ChatTemplate(ECHO, {}))

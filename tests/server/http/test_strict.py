@@ -14,7 +14,7 @@ from tests.server.http.test_http import HEAD, PATH, left, raw
 Serve = Callable[..., None]
 
 
-def test_unfinished_bodies_have_one_budget(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_bodies_have_one_budget(serve_port: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(it: Served) -> None:
         async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             sizes, before = http_call._unfinished._sizes, list(http_call._unfinished._sizes)
@@ -41,7 +41,7 @@ def test_unfinished_bodies_have_one_budget(serve_http: Serve, monkeypatch: pytes
         assert http_call._unfinished._total == 0
 
     monkeypatch.setattr(http_call, "_unfinished", UnfinishedBodies(100_000))
-    serve_http(scenario)
+    serve_port(scenario)
 
 
 @pytest.mark.parametrize(
@@ -58,31 +58,31 @@ def test_unfinished_bodies_have_one_budget(serve_http: Serve, monkeypatch: pytes
         (421, b"GET /health HTTP/1.1\r\nHost: [::2]:80\r\n\r\n"),
     ],
 )
-def test_what_others_read_differently_ends_its_connection(serve_http: Serve, status: int, head: bytes) -> None:
+def test_what_others_read_differently_ends_its_connection(serve_port: Serve, status: int, head: bytes) -> None:
     async def scenario(it: Served) -> None:
         second = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
         told = await raw(it, head + second)  # until the server closes the connection
         assert told.startswith(b"HTTP/1.1 %d " % status), told
         assert b'"version"' not in told
 
-    serve_http(scenario)
+    serve_port(scenario)
 
 
 @pytest.mark.parametrize(
     "host", [b"localhost:1", b"127.0.0.1:8000", b"[::1]:80", b"LOCALHOST", b"a.example", b"A.example:9"]
 )
-def test_calls_for_this_machine_are_taken(serve_http: Serve, host: bytes) -> None:
+def test_calls_for_this_machine_are_taken(serve_port: Serve, host: bytes) -> None:
     async def scenario(it: Served) -> None:
         told = await raw(it, b"GET /health HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % host)
         assert told.startswith(b"HTTP/1.1 200 ")
 
-    serve_http(scenario, app={"allowed_origins": "https://a.example:444, http://b.example"})
+    serve_port(scenario, app={"allowed_origins": "https://a.example:444, http://b.example"})
 
 
 @pytest.mark.parametrize(("origins", "is_open"), [("*", True), (None, False)])
-def test_any_host_is_taken_where_any_origin_is(serve_http: Serve, origins: str | None, is_open: bool) -> None:
+def test_any_host_is_taken_where_any_origin_is(serve_port: Serve, origins: str | None, is_open: bool) -> None:
     async def scenario(it: Served) -> None:
         told = await raw(it, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         assert told.startswith(b"HTTP/1.1 200 ") == is_open
 
-    serve_http(scenario, app={"allowed_origins": origins})
+    serve_port(scenario, app={"allowed_origins": origins})

@@ -72,7 +72,7 @@ async def both(it: Served, **body: Any) -> tuple[dict[str, Any], str]:
     return whole, reason
 
 
-def test_calls_that_the_model_decides_on(serve: Serve) -> None:
+def test_calls_that_the_model_decides_on(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         expected = list(zip(("weather", "add"), ARGUMENTS, strict=True))
         message, reason = await both(it, **answered(CALLS), tools=TOOLS)
@@ -90,10 +90,10 @@ def test_calls_that_the_model_decides_on(serve: Serve) -> None:
         message, reason = await both(it, **cut, tools=TOOLS)
         assert (called(message)[0][0], reason) == ("weather", "length")
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(HERMES, {}))
+    serve_http(scenario, chat_template=ChatTemplate(HERMES, {}))
 
 
-def test_the_form_of_the_checkpoint_is_read(serve: Serve) -> None:
+def test_the_form_of_the_checkpoint_is_read(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         tokenizer = it.engine.tokenizer
         assert tokenizer is not None
@@ -111,10 +111,10 @@ def test_the_form_of_the_checkpoint_is_read(serve: Serve) -> None:
             message, _ = await both(it, **answered(text), tools=TOOLS)
             assert called(message)[0] == ("weather", ARGUMENTS[0])
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(HERMES, {}))
+    serve_http(scenario, chat_template=ChatTemplate(HERMES, {}))
 
 
-def test_special_tokens_are_read_where_the_form_has_them(serve: Serve) -> None:
+def test_special_tokens_are_read_where_the_form_has_them(serve_http: Serve) -> None:
     template = ChatTemplate("{# [TOOL_CALLS] #}{% if tools %}{% endif %}{{ messages[-1].content }}", {})
 
     async def scenario(it: Served) -> None:
@@ -122,7 +122,7 @@ def test_special_tokens_are_read_where_the_form_has_them(serve: Serve) -> None:
         assert (await both(it, **asked, tools=TOOLS))[0]["content"] == "a<eos>b"
         assert (await both(it, **asked))[0]["content"] == "ab"
 
-    serve(scenario, http_port=0, chat_template=template)
+    serve_http(scenario, chat_template=template)
 
 
 def test_calls_that_are_required(serve_http: Serve) -> None:
@@ -148,7 +148,7 @@ def test_calls_that_are_required(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
-def test_the_template_is_told_of_tools_calls_and_results(serve: Serve) -> None:
+def test_the_template_is_told_of_tools_calls_and_results(serve_http: Serve) -> None:
     template = ChatTemplate("{# <tool_call> #}{{ tools | tojson }}{{ messages | tojson }}{{ '<eos>' }}", {})
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS[0]}}
     messages = [
@@ -175,17 +175,17 @@ def test_the_template_is_told_of_tools_calls_and_results(serve: Serve) -> None:
         message, _ = await both(it, messages=messages, tools=[strict], tool_choice="none", max_tokens=1000)
         assert message["content"].startswith("null[")
 
-    serve(scenario, http_port=0, chat_template=template)
+    serve_http(scenario, chat_template=template)
 
 
-def test_an_answer_with_calls_is_sent_back(serve: Serve) -> None:
+def test_an_answer_with_calls_is_sent_back(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         message, _ = await both(it, **answered(CALLS), tools=TOOLS)
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in message["tool_calls"]]
         again, _ = await both(it, messages=[message, *results, *answered("It is 4.")["messages"]], tools=TOOLS)
         assert again["content"] == "It is 4."
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(HERMES, {}))
+    serve_http(scenario, chat_template=ChatTemplate(HERMES, {}))
 
 
 def function(**fields: Any) -> dict[str, Any]:
@@ -223,16 +223,16 @@ def function(**fields: Any) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}, "messages", "tool_call_id is 3"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(serve: Serve, fields: dict[str, Any], param: str, told: str) -> None:
+def test_what_is_wrong_is_refused_by_name(serve_http: Serve, fields: dict[str, Any], param: str, told: str) -> None:
     async def scenario(it: Served) -> None:
         status, answer = await post(it, PATH, **answered("a") | fields)
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert told in answer["error"]["message"]
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(HERMES, {}))
+    serve_http(scenario, chat_template=ChatTemplate(HERMES, {}))
 
 
-def test_a_model_that_cannot_be_told_of_tools_says_so(serve: Serve) -> None:
+def test_a_model_that_cannot_be_told_of_tools_says_so(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         tokenizer = it.engine.tokenizer
         assert tokenizer is not None
@@ -243,4 +243,4 @@ def test_a_model_that_cannot_be_told_of_tools_says_so(serve: Serve) -> None:
             assert told in answer["error"]["message"]
             assert (await post(it, PATH, **answered("a"), tools=TOOLS, tool_choice="required"))[0] == 200
 
-    serve(scenario, http_port=0, chat_template=ChatTemplate(HERMES, {}))
+    serve_http(scenario, chat_template=ChatTemplate(HERMES, {}))
