@@ -27,7 +27,7 @@ def test_the_constants_of_an_h200_are_fitted(steps):
     assert told in calibration(DEVICES["h200"])
 
 
-def test_a_layer_with_two_all_reduces_has_the_overhead_of_the_published_device():
+def test_two_all_reduces_have_the_published_overhead():
     ours = FITS["h200"]
     assert ours.layer_seconds + 2 * ours.collective_seconds == pytest.approx(FITS["a100-40g"].layer_seconds)
     assert ours.of_links == FITS["a100-40g"].of_links
@@ -43,7 +43,7 @@ def test_the_errors_of_all_steps_are_in_the_results(steps, capsys):
         assert line in page
 
 
-def test_unknown_devices_and_overlap_are_fitted_without_negative_overheads(steps):
+def test_unknown_devices_have_no_negative_overheads(steps):
     kept = [step for step in steps if not step.waits]
     overlapped = fit.fitted(kept, overlapped=True)
     assert overlapped.layer_seconds == 0.0

@@ -93,18 +93,16 @@ def check_gain(machine: Machine, tightness: float, requests: int, load: float, s
 CASES = {"machine": MACHINES, "tightness": st.floats(0.1, 20), **TRAFFIC}
 
 
+def cases(count: int, many: int, most: int | None = None) -> pytest.MarkDecorator:
+    """So many drawn cases in every run, more among the exhaustive tests, and most weekly."""
+    each = [count, pytest.param(many, marks=pytest.mark.exhaustive)]
+    return pytest.mark.parametrize("count", each + [pytest.param(most, marks=pytest.mark.weekly)] * (most is not None))
+
+
 # The same cases in every run: some others gain between 1 and 2%.
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(**CASES)
-def test_a_target_delays_first_tokens_only_where_it_gains_much(machine, tightness, requests, load, seed):
-    check_gain(machine, tightness, requests, load, seed)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(**CASES)
-def test_a_target_delays_first_tokens_only_where_it_gains_much_in_many_cases(machine, tightness, requests, load, seed):
-    check_gain(machine, tightness, requests, load, seed)
+@cases(30, 100)
+def test_a_target_delays_first_tokens_only_for_much(count):
+    settings(max_examples=count, deadline=None, derandomize=True)(given(**CASES)(check_gain))()
 
 
 def check_first_tokens(machine: Machine, tightness: float, requests: int, load: float, seed: int) -> None:
@@ -118,40 +116,23 @@ def check_first_tokens(machine: Machine, tightness: float, requests: int, load: 
         assert improves or np.percentile(paced.first, share) <= 1.5 * np.percentile(free.first, share)
 
 
-@settings(max_examples=15, deadline=None)
-@given(**CASES)
-def test_a_target_delays_first_tokens_only_where_it_gains_something(machine, tightness, requests, load, seed):
-    check_first_tokens(machine, tightness, requests, load, seed)
+@cases(15, 500, 1500)
+def test_a_target_delays_first_tokens_only_for_something(count):
+    settings(max_examples=count, deadline=None)(given(**CASES)(check_first_tokens))()
 
 
-@pytest.mark.exhaustive
-@settings(max_examples=500, deadline=None)
-@given(**CASES)
-def test_a_target_delays_first_tokens_only_where_it_gains_something_in_many_cases(
-    machine, tightness, requests, load, seed
-):
-    check_first_tokens(machine, tightness, requests, load, seed)
-
-
-def check_target_is_met(machine: Machine, room: float, requests: int, load: float, seed: int) -> None:
+def check_target_is_met(machine: Machine, slack: float, requests: int, load: float, seed: int) -> None:
     """Contexts count: the buckets were measured at 128, and all rows may read up to 460 slots."""
-    target = room * machine.ms(128, ROWS * 460) / 1000
+    target = slack * machine.ms(128, ROWS * 460) / 1000
     paced = serve(machine, requests=requests, rate=rate(machine, load), seed=seed, target=target)
     assert np.percentile(paced.tpot, 95) <= 1.05 * target
     assert np.percentile(paced.gaps, 95) <= 1.05 * target
 
 
-@settings(max_examples=40, deadline=None)
-@given(machine=MACHINES, room=st.floats(1, 4), **TRAFFIC)
-def test_a_target_that_can_be_met_is(machine, room, requests, load, seed):
-    check_target_is_met(machine, room, requests, load, seed)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=500, deadline=None)
-@given(machine=MACHINES, room=st.floats(1, 4), **TRAFFIC)
-def test_a_target_that_can_be_met_is_in_many_cases(machine, room, requests, load, seed):
-    check_target_is_met(machine, room, requests, load, seed)
+@cases(40, 500, 1500)
+def test_a_target_that_can_be_met_is(count):
+    reachable = given(machine=MACHINES, slack=st.floats(1, 4), **TRAFFIC)
+    settings(max_examples=count, deadline=None)(reachable(check_target_is_met))()
 
 
 def test_a_target_below_the_natural_pace_changes_nothing():
