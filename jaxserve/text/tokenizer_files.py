@@ -85,7 +85,7 @@ def vocabulary(directory: Path) -> tuple[Path, dict[str, int]]:
         return file, _checked(file, lambda: _vocabulary_of(_json(file)))
     if (file := directory / SENTENCEPIECE).exists():
         pieces = _checked(file, lambda: sentencepiece.parse(file.read_bytes()).pieces)
-        ids = {text: i for i, (text, _, _) in enumerate(pieces)}
+        ids = {piece.text: i for i, piece in enumerate(pieces)}
     elif (file := directory / VOCAB_JSON).exists():
         ids = _checked(file, lambda: _json(file))
     else:
@@ -129,10 +129,10 @@ def _from_sentencepiece(directory: Path) -> tokenizers.Tokenizer:
         raise ValueError(_unsupported(settings.kind))
     model = sentencepiece.parse((directory / SENTENCEPIECE).read_bytes())
     if (prefix := settings.entries.get("add_prefix_space")) is not None:
-        model.dummy_prefix = bool(prefix)
-    added = _ids(settings, {text: i for i, (text, _, _) in enumerate(model.pieces)})
+        model.normalizer.dummy_prefix = bool(prefix)
+    added = _ids(settings, {piece.text: i for i, piece in enumerate(model.pieces)})
     built = sentencepiece.build(model, prefix_everywhere=settings.flag("legacy", True), added=added)
-    specials = [tokenizers.AddedToken(text, normalized=False, special=True) for text in model.special()]
+    specials = [tokenizers.AddedToken(text, normalized=False, special=True) for text in sentencepiece.special(model)]
     _finish(built, settings, specials, bos=settings.text("bos_token") or _first(built, "<s>", "<bos>"), add_bos=True)
     return built
 

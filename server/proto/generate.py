@@ -14,7 +14,11 @@ PROTOS = (
     "server/proto/vllm/grpc/engine/vllm_engine.proto",
     "server/proto/inference/open_inference_grpc.proto",
 )
-MESSAGES = ("server/engine_process/messages.proto", "jaxserve/multihost/control.proto")  # no generated service code
+MESSAGES = (  # no generated service code
+    "server/engine_process/messages.proto",
+    "jaxserve/multihost/control.proto",
+    "jaxserve/text/sentencepiece.proto",
+)
 
 
 def generate(out: Path = ROOT) -> None:

@@ -139,6 +139,7 @@ FAULTS = {
     "cut short": ("llama", changed("tokenizer.model", MODEL[:-3]), r"model: is not a sentencepiece model, or is trunc"),
     "cut in what is not read": ("llama", changed("tokenizer.model", MODEL + b"\x7a\x05ab"), r"model, or is truncated"),
     "another format": ("llama", changed("tokenizer.model", b"IQ== 0\nIg== 1\n"), r"model: is not a sentencepiece"),
+    "not UTF-8": ("llama", changed("tokenizer.model", MODEL + b"\x0a\x04\x0a\x02\xff\xfe"), r"model, or is truncated"),
     "empty": ("llama", changed("tokenizer.model", b""), r"model: is not a sentencepiece model: it has no piece for"),
     "an endless number": ("llama", changed("tokenizer.model", b"\xff" * 20), r"is not a sentencepiece model"),
     "words": ("llama", changed("tokenizer.model", MODEL + b"\x12\x02\x18\x03"), r"is a sentencepiece model of kind 3"),
