@@ -182,5 +182,4 @@ class SamplingParams:
 
 
 SAMPLING_PARAMS = params(SamplingParams)  # the fields that a caller can set
-SAMPLING_FIELDS = tuple(SAMPLING_PARAMS)
 _TRUNCATING = tuple((name, each.default) for name, each in SAMPLING_PARAMS.items() if each.truncates)

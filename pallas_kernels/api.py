@@ -209,7 +209,7 @@ class Selection(NamedTuple):
 
 
 # Name -> module, best first: `auto` takes the first one that runs on the platform and supports the shape.
-_MODULES: Mapping[str, str] = {
+MODULES: Mapping[str, str] = {
     "tpu": "pallas_kernels.tpu",
     "gpu": "pallas_kernels.gpu",
     "cpu": "pallas_kernels.cpu",
@@ -217,16 +217,11 @@ _MODULES: Mapping[str, str] = {
 }
 
 
-def backend_names() -> tuple[str, ...]:
-    """Names that `select` accepts besides `auto`."""
-    return tuple(_MODULES)
-
-
 def load(name: str) -> Backend:
     """The backend called `name`. ValueError, with the known names, if there is none."""
-    if name not in _MODULES:
-        raise ValueError(f"attention backend {name!r} is not known; it must be auto or one of {', '.join(_MODULES)}")
-    return importlib.import_module(_MODULES[name]).BACKEND
+    if name not in MODULES:
+        raise ValueError(f"attention backend {name!r} is not known; it must be auto or one of {', '.join(MODULES)}")
+    return importlib.import_module(MODULES[name]).BACKEND
 
 
 def select(name: str, shape: AttentionShape, platform: str) -> Selection:
@@ -247,7 +242,7 @@ def select(name: str, shape: AttentionShape, platform: str) -> Selection:
             raise ValueError(f"attention backend {name!r} cannot serve: {refusal}")
         return Selection(backend, f"{name} was asked for")
     refusals: list[str] = []
-    for candidate in _MODULES:
+    for candidate in MODULES:
         backend = load(candidate)
         refusal = _refusal(backend, shape, platform)
         if refusal is None:

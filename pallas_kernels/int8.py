@@ -25,8 +25,3 @@ def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Floa
     scales = jnp.where(jnp.isfinite(most), most * _STEP, jnp.nan)
     values = jnp.round(x / jnp.where(scales > 0, scales, 1)[..., None])
     return jnp.nan_to_num(values).astype(jnp.int8), scales
-
-
-def dequantize(values: Int8[jax.Array, "*N D"], scales: Float32[jax.Array, "*N"]) -> Float32[jax.Array, "*N D"]:
-    """The inverse of `quantize`, except for rounding."""
-    return values.astype(jnp.float32) * scales[..., None]

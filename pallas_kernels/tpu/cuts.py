@@ -1,12 +1,11 @@
 """Tile sizes of the TPU kernels, by device and shape.
 
-`python -m pallas_kernels.tpu.tune` measures the table; a rule covers shapes that are not in it.
+`python -m benchmarks.device.tpu_tune` measures the table; a rule covers shapes that are not in it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pallas_kernels.api import AttentionShape
@@ -79,7 +78,7 @@ def key(shape: AttentionShape) -> Key:
 
 def cut(shape: AttentionShape, n_tokens: int) -> Cut:
     """The sizes for a bucket of `n_tokens` tokens."""
-    return fitted(MEASURED.get(key(shape), _by_rule(shape)), shape, n_tokens)
+    return fitted(MEASURED.get(key(shape), by_rule(shape)), shape, n_tokens)
 
 
 def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
@@ -92,21 +91,21 @@ def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
     )
 
 
-def _by_rule(shape: AttentionShape) -> Cut:
+def by_rule(shape: AttentionShape) -> Cut:
     """Sizes by rule.
 
     Decodes have as many bytes in flight as fit, in at most four units, of 256 slots if that is no less than with 128:
     large units are fewer chains of products and fill wide matrix units. Prompts have 512 rows and 1,024 slots, or fewer
     where a slot is wide.
     """
-    room = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
-    slots = max((256, 128), key=lambda slots: slots * min(4, room // slots))
-    slots = max(shape.block_size, min(slots, room))
+    fit = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
+    slots = max((256, 128), key=lambda slots: slots * min(4, fit // slots))
+    slots = max(shape.block_size, min(slots, fit))
     is_exact = operand_dtype(shape) != BFLOAT16
     rows = 256 if is_exact else 512
     of_head = 2 * head_span(shape) * shape.pool_dtype.itemsize
     return Cut(
-        units=max(1, min(4, room // slots)),
+        units=max(1, min(4, fit // slots)),
         unit_slots=slots,
         tile=max(16, rows // shape.group // 16 * 16),
         tile_slots=min(1024, _HEAD_BYTES // of_head),
@@ -124,18 +123,6 @@ def part_of_tile(shape: AttentionShape, cut: Cut) -> Part:
         members = next(n for n in range(max(1, min(shape.group, most // tile)), 0, -1) if shape.group % n == 0)
     blocks, wanted = cut.tile_slots // size, max(1, cut.part_slots // size)
     return Part(members, tokens, next(n for n in range(min(blocks, wanted), 0, -1) if blocks % n == 0) * size)
-
-
-def candidates(shape: AttentionShape) -> Iterator[Cut]:
-    """The cuts to time; some may need more memory than the device has, and do not compile."""
-    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512, 1024), (128, 256, 512, 1024))
-    rule = _by_rule(shape)
-    seen: set[Cut] = set()
-    for units, slots, tile, tile_slots in sizes:
-        one = fitted(Cut(units, slots, tile, tile_slots, rule.part_rows, rule.part_slots), shape, tile)
-        if one not in seen and 2 * one.units * one.unit_slots * slot_bytes(shape) <= 2 * BUFFER_BYTES:
-            seen.add(one)
-            yield one
 
 
 def slot_bytes(shape: AttentionShape) -> int:

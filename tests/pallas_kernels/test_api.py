@@ -39,7 +39,7 @@ def test_refusals_carry_the_reason():
         api.select("auto", odd, "cpu")
 
 
-@pytest.mark.parametrize("name", api.backend_names())
+@pytest.mark.parametrize("name", api.MODULES)
 def test_backend_table(name):
     backend = api.load(name)
     assert backend.name == name

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.sampling_params import SAMPLING_FIELDS
+from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.proto.generate import MESSAGES, PROTOS, ROOT, generate
 from server.proto.jaxserve.v1 import inference_pb2
 
@@ -43,8 +43,8 @@ def test_required_versions_match_generated_code() -> None:
 
 def test_request_has_every_sampling_field() -> None:
     fields = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
-    assert set(SAMPLING_FIELDS) <= set(fields)
-    absent = [name for name in SAMPLING_FIELDS if not fields[name].is_repeated]
+    assert set(SAMPLING_PARAMS) <= set(fields)
+    absent = [name for name in SAMPLING_PARAMS if not fields[name].is_repeated]
     assert all(fields[name].has_presence for name in absent), "absent must differ from zero"
 
 

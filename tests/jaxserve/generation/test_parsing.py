@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.generation.parsing import MAX_STOP_LENGTH, parse_request, parse_sampling
-from jaxserve.sampling_params import SAMPLING_FIELDS, Grammar, SamplingParams
+from jaxserve.sampling_params import SAMPLING_PARAMS, Grammar, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -56,7 +56,7 @@ def test_every_field():
         "prompt_logprobs": 20,
         "grammar": {"type": "regex", "value": "a+"},
     }
-    assert set(fields) - {"prompt"} == set(SAMPLING_FIELDS)
+    assert set(fields) - {"prompt"} == set(SAMPLING_PARAMS)
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     request = parse_request(
@@ -98,7 +98,7 @@ def test_one_stop_string_needs_no_list():
 
 
 def test_null_is_not_given():
-    sampling = parse_sampling(dict.fromkeys(SAMPLING_FIELDS))
+    sampling = parse_sampling(dict.fromkeys(SAMPLING_PARAMS))
     assert sampling == SamplingParams(seed=sampling.seed)
     assert parse({"prompt_token_ids": [1], "prompt": None}).prompt == (1,)
 

@@ -166,7 +166,7 @@ def test_copying_blocks_makes_nothing_of_the_pools_size(params) -> None:
     assert memory.temp_size_in_bytes < engine.report.pool_bytes / 50
 
 
-@pytest.mark.parametrize("name", api.backend_names())
+@pytest.mark.parametrize("name", api.MODULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_a_blocks_copy_is_the_block_in_every_layer(name, dtype, in_turn) -> None:

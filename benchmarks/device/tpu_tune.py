@@ -1,11 +1,12 @@
 """Times tile sizes of the TPU kernels on this TPU and prints the table `cuts.MEASURED`.
 
-python -m pallas_kernels.tpu.tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
+python -m benchmarks.device.tpu_tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,18 @@ PROMPTING = (
 Timer = Callable[[AttentionShape, Cut, TuningLoad], float]
 
 
+def candidates(shape: AttentionShape) -> Iterator[Cut]:
+    """The cuts to time; some may need more memory than the device has, and do not compile."""
+    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512, 1024), (128, 256, 512, 1024))
+    rule = cuts.by_rule(shape)
+    seen: set[Cut] = set()
+    for units, slots, tile, tile_slots in sizes:
+        one = cuts.fitted(Cut(units, slots, tile, tile_slots, rule.part_rows, rule.part_slots), shape, tile)
+        if one not in seen and 2 * one.units * one.unit_slots * cuts.slot_bytes(shape) <= 2 * cuts.BUFFER_BYTES:
+            seen.add(one)
+            yield one
+
+
 def best(shape: AttentionShape, timer: Timer) -> Cut:
     """The cut of a shape with the least weighted seconds.
 
@@ -63,7 +76,7 @@ def best(shape: AttentionShape, timer: Timer) -> Cut:
     """
     found = cuts.cut(shape, 2**20)
     for loads, names in ((DECODING, ("units", "unit_slots")), (PROMPTING, ("tile", "tile_slots"))):
-        varied = {tuple(getattr(cut, name) for name in names) for cut in cuts.candidates(shape)}
+        varied = {tuple(getattr(cut, name) for name in names) for cut in candidates(shape)}
         ways = [found._replace(**dict(zip(names, values, strict=True))) for values in sorted(varied)]
         timed = list(_timed(shape, ways, loads, timer))
         if not timed:
@@ -144,7 +157,7 @@ def shape_of(heads: int, kv_heads: int, head_dim: int, pool: str, device_kind: s
 
 
 def main(arguments: Sequence[str] | None = None, timer: Timer = seconds) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tpu.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.tpu_tune", description=__doc__)
     parser.add_argument("--heads", type=int, help="query heads on a device; all shapes of the table if not given")
     parser.add_argument("--kv-heads", type=int, help="KV heads; as many as query heads if not given")
     parser.add_argument("--head-dim", type=int, default=128)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.device import tpu_tune
+from pallas_kernels.tpu import cuts
+from pallas_kernels.tpu.cuts import Cut
+
+
+def shape(heads=7, pool="bfloat16"):
+    return tpu_tune.shape_of(heads, heads, 128, pool, "TPU v9")
+
+
+@pytest.mark.parametrize("heads", [1, 7, 32])
+@pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
+def test_cuts_are_whole_blocks_and_fit(heads, pool):
+    for n_tokens in (1, 16, 300, 4096):
+        cut = cuts.cut(shape(heads, pool), n_tokens)
+        size = shape(heads, pool).block_size
+        assert cut.unit_slots % size == 0
+        assert cut.tile_slots % size == 0
+        assert cut.tile % 16 == 0
+        assert 2 * cut.units * cut.unit_slots * cuts.slot_bytes(shape(heads, pool)) <= cuts.BUFFER_BYTES
+
+
+def test_known_devices_are_cut_as_measured(monkeypatch):
+    measured = Cut(units=2, unit_slots=256, tile=512, tile_slots=512, part_rows=256, part_slots=512)
+    monkeypatch.setattr(cuts, "MEASURED", {cuts.key(shape()): measured})
+    assert cuts.cut(shape(), 4096) == measured
+    assert cuts.cut(shape(), 100).tile == 112
+
+
+UNITS = [(1, (4, 256)), (7, (4, 256)), (8, (3, 256)), (16, (3, 128)), (32, (1, 128))]
+
+
+@pytest.mark.parametrize(("heads", "units"), UNITS)
+def test_units_of_decodes_are_large_where_no_less_is_copied(heads, units):
+    assert cuts.cut(shape(heads, "bfloat16"), 16)[:2] == units
