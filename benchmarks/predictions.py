@@ -64,6 +64,7 @@ class Comparison:
 
     Attributes:
       known: whether the plan says what the collectives are.
+      bytes_known: whether it says how many bytes the activations take.
       kinds: number of collectives by kind, predicted and compiled.
       payloads: their bytes, predicted and compiled.
       nbytes: bytes of each device, predicted and compiled.
@@ -73,14 +74,15 @@ class Comparison:
     draw: Draw
     stage: int
     known: bool
+    bytes_known: bool
     kinds: tuple[Counter[str], Counter[str]]
     payloads: tuple[Exchanges, Exchanges]
     nbytes: tuple[int, int]
 
     @property
     def bytes_apart(self) -> float:
-        """Predicted bytes over compiled bytes, less one."""
-        return self.nbytes[0] / self.nbytes[1] - 1
+        """Predicted bytes over compiled bytes, less one; 0 where the plan says that it does not know."""
+        return self.nbytes[0] / self.nbytes[1] - 1 if self.bytes_known else 0.0
 
     @property
     def links_apart(self) -> float:
@@ -91,7 +93,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the bytes are within 3%, and the collectives equal or said to be unknown."""
+        """Whether the bytes are within 3%, and the collectives equal, or either said to be unknown."""
         same = self.kinds[0] == self.kinds[1] and self.payloads[0] == self.payloads[1]
         return abs(self.bytes_apart) <= 0.03 and (same or not self.known)
 
@@ -105,7 +107,7 @@ def drawn(seed: int, topology: str | None = None) -> tuple[Draw, Deployment]:
     rng = random.Random(seed)
     whole = _PREDICTABLE if seed % 2 else ()
     while True:
-        each, name = draw(rng, whole=whole), topology or rng.choice(TOPOLOGIES)
+        each, name = draw(rng, whole=whole, exceptions=True), topology or rng.choice(TOPOLOGIES)
         try:
             deployment = Deployment(
                 name=each.family,
@@ -145,6 +147,7 @@ def compare(seed: int, topology: str | None = None) -> list[Comparison]:
             seed=seed,
             draw=each,
             stage=index,
+            bytes_known=predicted.activations_known,
             known=(foreseen := predicted.load.collectives) is not None,
             kinds=(compiled.count_kinds(foreseen or ()), compiled.count_kinds(found.collectives)),
             payloads=(carried(foreseen or (), tokens, rows), carried(found.collectives, tokens, rows)),
@@ -180,10 +183,11 @@ def largest_misses(found: Iterable[Comparison], count: int = 10) -> Section:
 def _row(each: Comparison) -> tuple[str, ...]:
     mesh = ", ".join(f"{axis} {count}" for axis, count in each.draw.sections["mesh"].items())
     where = f"{mesh}, stage {each.stage}" if "stage" in each.draw.sections["mesh"] else mesh
-    (ours, theirs), (one, other) = each.kinds, each.payloads
-    foreseen = _told(ours, one) if each.known else UNKNOWN
-    nbytes = (*map(size, each.nbytes), f"{100 * each.bytes_apart:+.2f}%")
-    return (str(each.seed), each.draw.family, where, *nbytes, foreseen, _told(theirs, other))
+    (kinds, found), (one, other) = each.kinds, each.payloads
+    foreseen = _told(kinds, one) if each.known else UNKNOWN
+    ours, theirs = map(size, each.nbytes)
+    nbytes = (ours, theirs, f"{100 * each.bytes_apart:+.2f}%") if each.bytes_known else (UNKNOWN, theirs, "")
+    return (str(each.seed), each.draw.family, where, *nbytes, foreseen, _told(found, other))
 
 
 def _told(kinds: Counter[str], payloads: Exchanges) -> str:
@@ -207,10 +211,10 @@ def run(args: argparse.Namespace) -> int:
     if args.seed is not None:
         out.print(found[0].draw.family)
         out.print(found[0].draw.text, markup=False)
-    held, known = sum(each.holds for each in found), sum(each.known for each in found)
+    held, known, nbytes = (sum(getattr(each, name) for each in found) for name in ("holds", "known", "bytes_known"))
     out.print(
-        f"{held} of {len(found)} stages are as predicted: bytes within 3%, and {known} with equal collectives, the "
-        f"others with unknown ones ({time.perf_counter() - started:.0f} s)"
+        f"{held} of {len(found)} stages are as predicted: {nbytes} with bytes within 3% and {known} with equal "
+        f"collectives, the others unknown ({time.perf_counter() - started:.0f} s)"
     )
     largest_misses(found).show(out)
     return 0 if held == len(found) else 1

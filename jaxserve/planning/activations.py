@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jaxserve.planning import collectives
+from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
-from sharding.spec import names
+from sharding.spec import Target, names
 from sharding.spec import parts as spec_parts
 
 
@@ -29,6 +30,35 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
         return tokens + gathered
     rows = min(bucket, stage.shape.max_rows)
     return tokens + max(gathered, 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0]))
+
+
+def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bool:
+    """Whether the compiler leaves weights as the spec has them, so that `activation_bytes` holds.
+
+    It makes them whole where tokens and "embed" go over a mesh axis both, or a layer's heads over other mesh axes than
+    the pool's. XLA's CPU compiler keeps other shares of gathered weights than all, if hidden states are split as well
+    or the weights are experts'.
+    """
+    tokens = _split(stage, stage.spec.activations.get("tokens"))
+    pool_heads = _split(stage, kv_cache.head_target(stage.mesh, stage.spec))
+    layers = [part for name, part in parts.items() if name.startswith("layers.")]
+    for part in layers:
+        for axis, target in zip(part.axes, part.partition, strict=True):
+            over = _split(stage, target)
+            if axis == "embed" and set(over) & set(tokens):
+                return False
+            if axis in ("heads", "kv_heads") and over and pool_heads and over != pool_heads:
+                return False
+    gathered = [part for part in layers if any(set(names(each)) & set(stage.spec.gather) for each in part.partition)]
+    if stage.platform != "cpu" or not gathered:
+        return True
+    splits = any(_split(stage, target) for target in stage.spec.activations.values())
+    return not splits and not any(is_of_experts(part.axes) for part in gathered)
+
+
+def _split(stage: StagePrograms, target: Target) -> tuple[str, ...]:
+    """The mesh axes of more than one device that a target goes over."""
+    return tuple(axis for axis in names(target) if stage.mesh.shape[axis] > 1)
 
 
 def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> int:

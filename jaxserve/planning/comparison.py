@@ -113,7 +113,8 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         facts[name] = (f"{partition(part)} {shape(part.local)}, {size(part.nbytes)}", part.nbytes)
     for index, stage in enumerate(plan.stages):
         for name in ("weights", "pool", "activations", "state"):
-            facts[f"stage {index}: {name}"] = (size(getattr(stage, name)), getattr(stage, name))
+            nbytes = getattr(stage, name) if name != "activations" or stage.activations_known else None
+            facts[f"stage {index}: {name}"] = (UNKNOWN if nbytes is None else size(nbytes), nbytes)
         for each in stage.load.collectives or ():
             text = f"{each.times} x {size(each.nbytes)} a {'row' if each.per_row else 'token'} over {each.group}"
             facts[f"stage {index}: {each.kind} after {each.what}"] = (text, each.times * each.nbytes)

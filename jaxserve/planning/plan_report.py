@@ -65,7 +65,9 @@ def _memory(plan: Plan) -> Section:
             str(index),
             f"{index * devices}-{(index + 1) * devices - 1}",
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
-            *(size(each) for each in (stage.weights, stage.pool, stage.activations, stage.state, stage.free)),
+            *(size(each) for each in (stage.weights, stage.pool)),
+            size(stage.activations) if stage.activations_known else UNKNOWN,
+            *(size(each) for each in (stage.state, stage.free)),
             f"{100 * stage.total / plan.memory[0]:.1f}%",
         )
         for index, stage in enumerate(plan.stages)
@@ -75,6 +77,9 @@ def _memory(plan: Plan) -> Section:
     note = f"{plan.slots:,} slots in blocks of {plan.block_size}, {plan.kv_cache_dtype}, fit: {fit}"
     blocks = zip(plan.groups.windows[1:], plan.groups.blocks(plan.slots // plan.block_size)[1:], strict=True)
     others = [f"{each * plan.block_size:,} slots in layers with a window of {window:,}" for window, each in blocks]
+    guess = max((stage.activations for stage in plan.stages if not stage.activations_known), default=None)
+    if guess is not None:
+        others.append(f"Activations: the compiler decides which weights it makes whole; {size(guess)} are set aside")
     title = f"Memory of each device: {size(plan.memory[0])}, of which {size(plan.memory[1])} may be used"
     return Section(title, columns, rows, [note, *others])
 
@@ -170,8 +175,9 @@ def compiled(plan: Plan, stages: Sequence[CompiledStage], where: str = "") -> Se
             ("bytes of each device", stage.total, program.total),
             ("temporaries", stage.activations, program.temporaries),
         ):
-            apart = f"{100 * (predicted / found - 1):+.1f}%" if found else ""
-            rows.append((str(index), name, size(predicted), size(found), apart))
+            known = stage.activations_known
+            apart = f"{100 * (predicted / found - 1):+.1f}%" if found and known else ""
+            rows.append((str(index), name, size(predicted) if known else UNKNOWN, size(found), apart))
         before, after = count_kinds(stage.load.collectives or ()), count_kinds(program.collectives)
         unknown = stage.load.collectives is None
         for kind in KINDS:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
 from jaxserve.planning import collectives
-from jaxserve.planning.activations import activation_bytes
+from jaxserve.planning.activations import activation_bytes, are_known
 from jaxserve.planning.calibration import Fit
 from jaxserve.planning.cost import AttentionLoad, ExpertLoad, Parts, Roofline, Seconds, StageLoad
 from jaxserve.planning.deployment import Deployment, model_of, programs
@@ -45,6 +45,7 @@ class StagePlan:
     Attributes:
       layers: first layer, and one past the last.
       activations: memory of the largest bucket beside weights, pool and state.
+      activations_known: False if the compiler may make weights whole, which comes on top.
       state: state of the rows: block tables, histories, sampling parameters.
       pool: keys and values of all slots of the plan.
       free: what remains of the usable memory.
@@ -54,6 +55,7 @@ class StagePlan:
     layers: tuple[int, int]
     weights: int
     activations: int
+    activations_known: bool
     state: int
     pool: int = 0
     free: int = 0
@@ -285,6 +287,7 @@ def _stage(
         state=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state),
         parameters=grouped,
         load=_load(stage, parts),
+        activations_known=are_known(stage, parts),
     )
 
 

@@ -164,6 +164,19 @@ def test_unknown_speed_is_no_number(undecided):
     assert json.loads(json.dumps(plan_report.plan_json(undecided)))["buckets"][0]["tokens_per_second"] is None
 
 
+def test_unknown_bytes_are_no_number():
+    rules = {**dict.fromkeys(SPEC.rules), "embed": "tensor"}
+    plan = predict(question(BLOOM, dataclasses.replace(SPEC, rules=rules, activations={"tokens": "tensor"}), tensor=4))
+    text = printed(plan_report.show, plan)
+    assert re.search(r"0 +0-3 +0-1 .* unknown .*%", text)
+    assert "Activations: the compiler decides which weights it makes whole; " in text
+    rows = [row for row in plan_report.compiled(plan, [compiled()]).rows if row[0] == "0"][:2]
+    assert [(row[2], row[4]) for row in rows] == [("unknown", ""), ("unknown", "")]
+    known = predict(question(BLOOM, tensor=4))
+    found = {each.what: each for each in comparison.differences(known, plan)}
+    assert (found["stage 0: activations"].theirs, found["stage 0: activations"].change) == ("unknown", "")
+
+
 def test_compiled_collectives_replace_unknown_ones(undecided):
     plan = with_compiled(undecided, [compiled()])
     (bucket,) = plan.buckets

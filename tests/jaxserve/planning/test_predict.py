@@ -161,6 +161,28 @@ def test_gathered_weights_take_memory_of_one_layer():
     assert gathered - plain == pytest.approx(4 * 12 * 128 * 128, rel=0.03)  # less the logits, which come later
 
 
+@pytest.mark.parametrize(
+    ("entries", "changed", "on_cpus"),
+    [
+        (BLOOM, {"activations": {"tokens": "x"}, "rules": {"embed": "x", "heads": "y"}}, False),
+        (BLOOM, {"parameters": {"layers.1.*": {"heads": ("x", "y")}}}, False),
+        (BLOOM, {"pool": {"heads": "x"}}, False),
+        (BLOOM, {"activations": {"embed": "x"}, "gather": ("y",)}, True),
+        (MIXTRAL, {"rules": {"heads": "y", "expert": "x"}, "gather": ("x",)}, True),
+    ],
+)
+def test_bytes_of_weights_that_the_compiler_makes_whole_are_unknown(entries, changed, on_cpus):
+    spec = specs.default(entries["model_type"])
+    rules = {**dict.fromkeys(spec.rules), "heads": "y", "ffn": "y"} | changed.get("rules", {})
+    spec = replace(spec, **changed | {"rules": rules})
+    asked = replace(question(entries, spec, mesh="x=2,y=2"), on_cpus=on_cpus)
+    (stage,) = predict(asked).stages
+    assert not stage.activations_known
+    kept = {"activations": {"tokens": "y"}, "parameters": {"layers.1.*": {"heads": None}}, "pool": {}, "gather": ()}
+    (stage,) = predict(replace(asked, spec=replace(spec, **kept))).stages
+    assert stage.activations_known
+
+
 @pytest.mark.parametrize("changed", [{"activations": {"tokens": "tensor"}}, {"rules": EMBED_SPLIT}])
 def test_what_the_compiler_decides_is_unknown(changed):
     """No collective that is not known is counted as free."""
