@@ -60,10 +60,15 @@ def count_kinds(found: Iterable[Collective | hlo.CollectiveOp]) -> Counter[str]:
     return counts
 
 
-def with_compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Plan:
-    """Fills in unknown collectives from compiled programs, and the largest bucket's time."""
-    if plan.is_known:
-        return plan
+def with_compiled(plan: Plan, stages: Sequence[CompiledStage], *, overlap: bool) -> Plan:
+    """Fills in unknown collectives from compiled programs, and the largest bucket's time.
+
+    Args:
+      overlap: what is sent while the device multiplies or attends shortens that time, as in the programs' schedules.
+    """
+    shares = tuple(each.sent_under_compute / max(each.sent, 1) for each in stages) if overlap else ()
+    if plan.is_known and not any(shares):
+        return replace(plan, overlapped=shares)
     made = []
     for stage, compiled in zip(plan.stages, stages, strict=True):
         devices = math.prod(stage.load.mesh.values())
@@ -75,8 +80,8 @@ def with_compiled(plan: Plan, stages: Sequence[CompiledStage]) -> Plan:
         )
         load = stage.load if stage.load.collectives is not None else replace(stage.load, collectives=found)
         made.append(replace(stage, load=load))
-    known = replace(plan, stages=tuple(made))
-    largest = bucket_plan(plan.deployment, known.roofline(), stages[0].bucket)
+    known, bucket = replace(plan, stages=tuple(made), overlapped=shares), stages[0].bucket
+    largest = bucket_plan(plan.deployment, known.roofline(bucket=bucket), bucket)
     return replace(known, buckets=(*plan.buckets[:-1], largest))
 
 

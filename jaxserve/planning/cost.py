@@ -118,6 +118,7 @@ class StageLoad:
       head_bytes: those of them that make the logits.
       token_ops / row_ops: operations of matmuls for each token, and for each row with logits; without experts.
       collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
+      overlapped: the share of their bytes that the device sends while it multiplies or attends.
       hop_bytes: bytes that each token sends to the next stage; 0 on the last.
       mesh: sizes of the mesh's axes; the stage has that many devices.
     """
@@ -132,6 +133,7 @@ class StageLoad:
     hop_bytes: int
     mesh: Mapping[str, int]
     head_bytes: int = 0
+    overlapped: float = 0.0
 
     @property
     def slot_bytes(self) -> int:
@@ -140,7 +142,7 @@ class StageLoad:
 
 
 class Seconds(NamedTuple):
-    """The time of one stage by cause; a cause that overlaps with a longer one is 0."""
+    """The time of one stage by cause, without what overlaps with a longer one."""
 
     compute: float
     memory: float
@@ -222,7 +224,7 @@ class Roofline:
         self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
         self._windows = {each.window for load in loads for each in load.attention}
         self._flops = topology.device.flops[dtype]
-        self._links: list[tuple[float, float, float]] = []  # seconds over links of a step, a token and a row, by stage
+        self._links: list[tuple[float, ...]] = []  # seconds over links of a step, a token, a row and a token's hop
         self._overhead: list[float] = []
         for load in loads:
             if load.collectives is None:
@@ -239,7 +241,7 @@ class Roofline:
                 for one in ((0, 0), (1, 0), (0, 1))
             )
             hop = load.hop_bytes / topology.hop_bandwidth(math.prod(load.mesh.values()))
-            self._links.append((by_step, with_token - by_step + hop, with_row - by_step))
+            self._links.append((by_step, with_token - by_step, with_row - by_step, hop))
             starts = sum(each.times for each in load.collectives)
             self._overhead.append(load.layers * self.fit.layer_seconds + starts * self.fit.collective_seconds)
 
@@ -269,7 +271,7 @@ class Roofline:
         The arguments are those of `__call__`.
         """
         found = []
-        for load in self._loads:
+        for load, whole in zip(self._loads, self(chunks, bucket), strict=True):
             nothing = StageLoad(
                 layers=0,
                 weight_bytes=0,
@@ -289,13 +291,14 @@ class Roofline:
                 replace(nothing, layers=load.layers),
             )
             by_part = Roofline(alone, self._topology, dtype=self._dtype, fit=self.fit)(chunks, bucket)
-            found.append(Parts(*(each.total for each in by_part)))
+            matmul, attention, head, sent, starts = (each.total for each in by_part)
+            found.append(Parts(matmul, attention, head, sent - by_part[3].links + whole.links, starts))
         return found
 
     def _stage(
         self,
         load: StageLoad,
-        links: tuple[float, float, float],
+        links: tuple[float, ...],
         overhead: float,
         tokens: int,
         padded: int,
@@ -312,5 +315,9 @@ class Roofline:
         compute, memory = ops / self._flops / efficiency, read / self._device.bandwidth / efficiency
         if self.fit.overlapped:
             compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-        sent = (links[0] + links[1] * padded + links[2] * rows) / self.fit.of_links
-        return Seconds(compute, memory, sent, overhead)
+        sent, hop = links[0] + links[1] * padded + links[2] * rows, links[3] * padded
+        waited = hop + sent
+        if load.overlapped:
+            hidden = min(load.overlapped * sent, (compute + memory) * self.fit.of_links)
+            waited -= hidden
+        return Seconds(compute, memory, waited / self.fit.of_links, overhead)

@@ -149,7 +149,21 @@ def _iterations(plan: Plan) -> Section:
     )
     title = f"Iterations: decodes at context {deployment.context:,}, then prompts; ms of the slowest stage"
     trust = calibration(device)
-    return Section(title, columns, rows, [note, trust[0].upper() + trust[1:], f"Buckets: {plan.buckets_reason}"])
+    notes = [note, trust[0].upper() + trust[1:], _overlap(plan), f"Buckets: {plan.buckets_reason}"]
+    return Section(title, columns, rows, [each for each in notes if each])
+
+
+def _overlap(plan: Plan) -> str:
+    """What the times assume of collectives that run while the device multiplies."""
+    if plan.deployment.engine.stage_devices == 1:
+        return ""
+    if not plan.overlapped:
+        return "Links: as if no collective ran while the device multiplies; --compile reads from the program which do"
+    bucket, shares = plan.buckets[-1].tokens, ", ".join(f"{share:.0%}" for share in plan.overlapped)
+    return (
+        f"Links: of bucket {bucket}, {shares} of the bytes of collectives are sent while the device multiplies or "
+        "attends, by the compiled program; other buckets are predicted as if none were"
+    )
 
 
 def by_part(plan: Plan) -> Section:
@@ -240,6 +254,7 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
         "requests_of_2048": plan.requests,
         "context": deployment.context,
         "calibration": calibration(device),
+        "overlapped": list(plan.overlapped),
         "buckets": buckets,
     } | ({"compiled": as_json(tuple(stages_compiled))} if stages_compiled else {})
 

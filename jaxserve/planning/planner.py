@@ -76,7 +76,8 @@ def plan(
         result = _result(asked, name, compile, progress)
     name = _name(against, "other")
     with _possible(name, is_ours=False):
-        return result.compared_with(_result(other, name, compile, progress, if_known=False))
+        theirs = _result(other, name, compile, progress, if_known=compile == "topology")
+        return result.compared_with(theirs)
 
 
 def deployment(
@@ -147,4 +148,5 @@ def _result(
     predicted = predict(dataclasses.replace(asked, on_cpus=True)) if compile == "cpu" else plan
     where = targets.cpus(plan.num_devices) if compile == "cpu" else targets.devices_of(asked.topology)
     stages = compiled.compile_stages(predicted, where, progress)
-    return PlanResult(plan=compiled.with_compiled(plan, stages), name=name, predicted=predicted, compiled=tuple(stages))
+    found = compiled.with_compiled(plan, stages, overlap=compile == "topology")
+    return PlanResult(plan=found, name=name, predicted=predicted, compiled=tuple(stages))

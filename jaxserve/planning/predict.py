@@ -124,6 +124,8 @@ class Plan:
       groups: the cache groups.
       slots: slots of the first cache group that fit on every stage, in whole blocks.
       buckets_reason: why the buckets are these, in words.
+      overlapped: for each stage, the share of the bytes over links that the compiled program of the largest bucket
+        sends while it multiplies or attends; empty without one.
     """
 
     deployment: Deployment
@@ -137,6 +139,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     buckets: tuple[BucketPlan, ...]
     buckets_reason: str
+    overlapped: tuple[float, ...] = ()
 
     @property
     def requests(self) -> int:
@@ -162,16 +165,22 @@ class Plan:
         """Whether the collectives of every stage, and so all times, are known."""
         return all(stage.load.collectives is not None for stage in self.stages)
 
-    def roofline(self, fit: Fit | None = None) -> Roofline:
-        """The cost of iterations. Raises ValueError if the collectives of a stage are unknown."""
+    def roofline(self, fit: Fit | None = None, *, bucket: int | None = None) -> Roofline:
+        """The cost of iterations. Raises ValueError if the collectives of a stage are unknown.
+
+        Args:
+          bucket: tokens of the bucket, whose program may have collectives that overlap; None for none that do.
+        """
         loads, deployment = [each.load for each in self.stages], self.deployment
+        if self.overlapped and bucket == deployment.buckets[-1]:
+            loads = [replace(load, overlapped=share) for load, share in zip(loads, self.overlapped, strict=True)]
         return Roofline(loads, deployment.topology, dtype=deployment.dtype, fit=fit)
 
     def parts(self, bucket: BucketPlan) -> Parts | None:
         """Seconds of a bucket's iteration through all stages, by what is done; None if its times are unknown."""
         if not bucket.stages:
             return None
-        stages = self.roofline().parts(_chunks(self.deployment, bucket.tokens))
+        stages = self.roofline(bucket=bucket.tokens).parts(_chunks(self.deployment, bucket.tokens))
         return Parts(*map(sum, zip(*stages, strict=True)))
 
 

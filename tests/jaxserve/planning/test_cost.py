@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,27 @@ def test_the_parts_add_up_to_the_time(roofline):
     # The head is a table of 51,200 tokens over 8 devices, in two bytes.
     (one,) = roofline.parts([(0, 1)])
     assert one.head == pytest.approx(51_200 / 8 * 10_240 * 2 / 1555e9 / 0.57, rel=0.01)
+
+
+def test_what_is_sent_under_compute_is_not_waited_for():
+    plan = predict(named("gpt3-101b", "a100-40g:16", tensor=8, stages=2, max_rows=32))
+    chunks = [(512, 1)] * 31 + [(0, 97)]
+    before = plan.roofline()(chunks)
+    half, all_of_it = (
+        replace(plan, overlapped=(0.0, share)).roofline(bucket=plan.buckets[-1].tokens) for share in (0.5, 1)
+    )
+    first, last = half(chunks)
+    assert (first, last) == (before[0], before[1]._replace(links=before[1].links / 2))
+    assert all_of_it(chunks)[1].links == pytest.approx(0, abs=1e-12)
+    assert [sum(each) for each in half.parts(chunks)] == pytest.approx([first.total, last.total])
+    # Without arithmetic or memory traffic, there is nothing to hide it under.
+    idle = [
+        replace(stage.load, weight_bytes=0, token_ops=0, row_ops=0, attention=(), overlapped=1.0)
+        for stage in plan.stages
+    ]
+    assert cost.Roofline(idle, plan.deployment.topology)(chunks)[0].links == pytest.approx(before[0].links)
+    # Smaller buckets have programs of their own.
+    assert replace(plan, overlapped=(1.0, 1.0)).roofline(bucket=plan.buckets[0].tokens)(chunks) == before
 
 
 def test_no_jax_is_needed():

@@ -178,13 +178,31 @@ def test_unknown_bytes_are_no_number():
 
 
 def test_compiled_collectives_replace_unknown_ones(undecided):
-    plan = with_compiled(undecided, [compiled()])
+    plan = with_compiled(undecided, [compiled()], overlap=False)
     (bucket,) = plan.buckets
     assert bucket.milliseconds is not None
     sent = plan.stages[0].load.collectives
     assert sent is not None
     assert sent[0].sent(bucket.tokens, 4) == 3 * 2 * 4096 * 3 / 4
-    assert with_compiled(plan, [compiled("more")]) == plan  # what is known stays
+    assert with_compiled(plan, [compiled("more")], overlap=False) == plan  # what is known stays
+
+
+def test_compiled_overlap_shortens_the_time_on_links(undecided):
+    told = "as if no collective ran while the device multiplies"
+    for before in (predict(question(BLOOM, tensor=4)), undecided):
+        alone, plan = (with_compiled(before, [compiled()], overlap=overlap) for overlap in (False, True))
+        assert plan.overlapped == (1 / 3,)
+        (one,), (other,) = alone.buckets[-1].stages, plan.buckets[-1].stages
+        assert other == one._replace(links=one.links * 2 / 3)
+        parts = plan.parts(plan.buckets[-1])
+        assert parts is not None
+        assert sum(parts) == pytest.approx(other.total)
+        assert told in printed(plan_report.show, alone)
+        assert told not in (text := printed(plan_report.show, plan))
+        assert "of bucket 8, 33% of the bytes of collectives are sent while the device multiplies" in text
+        assert plan_report.plan_json(plan)["overlapped"] == [1 / 3]
+    (_, *others) = printed(plan_report.show, predict(question(BLOOM))).split("Roofline")
+    assert told not in "".join(others)
 
 
 def test_a_page_holds_everything(plan):
