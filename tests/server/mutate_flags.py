@@ -119,9 +119,10 @@ def all_mutants() -> Iterator[Mutant]:
 
 def _param_mutants() -> Iterator[Mutant]:
     """Those of the settings that are read by their metadata."""
-    file, line = "server/commands/flags.py", "    return values\n"
+    file, line = "server/commands/flags.py", "        values[name] = value\n    return values\n"
     source = (ROOT / file).read_text()
     assert source.count(line) == 1
+    before, line = line.splitlines(keepends=True)
     for name in (*ENGINE_PARAMS, *SERVE_PARAMS, *CLUSTER_PARAMS):
         dropped = f'    if "{name}" in values:\n        values["{name}"] = params["{name}"].default\n'
         tests = "engine_flag" if name in ENGINE_PARAMS else "not engine_flag"
@@ -129,7 +130,7 @@ def _param_mutants() -> Iterator[Mutant]:
             flag=name,
             file=file,
             function="read",
-            source=source.replace(line, dropped + line),
+            source=source.replace(before + line, before + dropped + line),
             tests=(*FLAG_TESTS, "-k", tests),
         )
 
