@@ -1,7 +1,6 @@
 """An engine whose answers can be worked out by hand, for tests of everything in front of the engine.
 
-It says the prompt again and again: generated token i is `prompt[i % len(prompt)]`, with logprob -(i % 8) / 4. Tokens
-are the bytes of UTF-8, 256 ends the sequence. So "ab" answers "ababab...", and a prompt that holds 256 ends there.
+Its answers are those of `tests/server/fake_answers.py`: it says the prompt again and again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.iteration import Admission, Chunk, IterationPlan
-from jaxserve.request import Alternatives, FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.limits import Limits
@@ -32,14 +31,11 @@ from jaxserve.stats import IterationRecord, Load
 from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
+from tests.server.fake_answers import EOS, VOCAB_SIZE, Running, Sink
 
-EOS = 256
-VOCAB_SIZE = 257
 WAIT_SECONDS = 120.0  # the bound of every wait in these tests; nothing takes this long, beside whatever else runs
 POOL_BLOCKS, BLOCK_SIZE = 64, 4  # of the prefix cache that it keeps for those who follow it
 DEVICE_SECONDS = 1e-4  # an iteration's, in which the interpreter is the event loop's, as beside a real engine
-
-Sink = Callable[[list[TokenEvent]], None]
 
 
 def byte_tokenizer(save_to: Path | None = None, chat_template: ChatTemplate | None = None) -> Tokenizer:
@@ -90,14 +86,6 @@ def made_up_record(
         complete_s=0.0005,
         finished_at=finished_at,
     )
-
-
-@dataclass
-class _Running:
-    request: Request
-    sink: Sink
-    generated: int = 0
-    cached: int = 0
 
 
 @dataclass
@@ -164,8 +152,8 @@ class FakeEngine:
         self.iterations = 0
         self.aborted: list[str] = []
         self._changed = threading.Condition()
-        self._waiting: deque[_Running] = deque()
-        self._running: list[_Running] = []
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []
         self._aborts: deque[str] = deque()
         self._permits = 0
         self._stopping = self._failed = self._silent = False
@@ -261,7 +249,7 @@ class FakeEngine:
             if self._waiting and tokens + len(request.prompt) > self.config.max_queued_tokens:
                 raise QueueFull(f"{tokens} tokens are waiting")
             assert request.request_id not in [each.request.request_id for each in (*self._waiting, *self._running)]
-            self._waiting.append(_Running(request, sink))
+            self._waiting.append(Running(request, sink))
             self._changed.notify_all()
         if self.pool is not None:
             self._cache(request)
@@ -326,7 +314,7 @@ class FakeEngine:
                 if self._stopping or self._failed:
                     reason = FinishReason.ABORTED if self._stopping else FinishReason.ERROR
                     if not self._silent:
-                        self._hand_over([(each, self._ending(each, reason, "died")) for each in self._all()])
+                        self._hand_over([(each, each.ending(reason, "died")) for each in self._all()])
                     self._waiting.clear()
                     self._running.clear()
                     self._changed.notify_all()
@@ -355,7 +343,7 @@ class FakeEngine:
         may = not self.held or self._permits > 0
         return bool(self._stopping or self._failed or self._aborts or (may and (self._all() or self._permits)))
 
-    def _all(self) -> list[_Running]:
+    def _all(self) -> list[Running]:
         return [*self._running, *self._waiting]
 
     def _take_aborts(self) -> None:
@@ -365,10 +353,10 @@ class FakeEngine:
                 if each.request.request_id == request_id:
                     (self._running if each in self._running else self._waiting).remove(each)
                     self.aborted.append(request_id)
-                    self._hand_over([(each, self._ending(each, FinishReason.ABORTED, None))])
+                    self._hand_over([(each, each.ending(FinishReason.ABORTED, None))])
         self._changed.notify_all()
 
-    def _admit(self, each: _Running) -> None:
+    def _admit(self, each: Running) -> None:
         request = each.request
         each.cached = len(request.prompt) - 1 if (request.cache_salt, request.prompt) in self._told else 0
         self._told.add((request.cache_salt, request.prompt))
@@ -376,58 +364,16 @@ class FakeEngine:
         self._counted["cached"] += each.cached
         self._running.append(each)
 
-    def _advance(self, each: _Running) -> TokenEvent:
-        prompt, sampling = each.request.prompt, each.request.sampling
-        if prompt[0] in self.poison:
-            return self._ending(each, FinishReason.ERROR, "this prompt is poison")
-        index, token = each.generated, prompt[each.generated % len(prompt)]
-        each.generated += 1
+    def _advance(self, each: Running) -> TokenEvent:
+        if each.request.prompt[0] in self.poison:
+            return each.ending(FinishReason.ERROR, "this prompt is poison")
         self._counted["generated"] += 1
-        reason = None
-        if token == EOS and not sampling.ignore_eos:
-            reason = FinishReason.EOS
-        elif token in sampling.stop_token_ids:
-            reason = FinishReason.STOP
-        elif each.generated == sampling.max_tokens:
-            reason = FinishReason.LENGTH
-        scored: tuple[tuple[float, Alternatives | None], ...] = ()
-        if sampling.prompt_logprobs is not None and index == 0:
-            scored = tuple(
-                (-position / 4, alternatives(position, sampling.prompt_logprobs) if sampling.prompt_logprobs else None)
-                for position in range(1, len(prompt))
-            )
-        return TokenEvent(
-            each.request.request_id,
-            token_ids=(token,),
-            logprobs=(-(index % 8) / 4,),
-            top_logprobs=(alternatives(index, sampling.logprobs),) if sampling.logprobs else (),
-            prompt_logprobs=scored,
-            finish_reason=reason,
-            cached_tokens=each.cached,
-            started=time.monotonic() if index == 0 else None,
-            embedding=_embedding(each.request) if index == 0 else (),
-        )
+        return each.advance()
 
     @staticmethod
-    def _ending(each: _Running, reason: FinishReason, error: str | None) -> TokenEvent:
-        return TokenEvent(each.request.request_id, finish_reason=reason, error=error)
-
-    @staticmethod
-    def _hand_over(events: list[tuple[_Running, TokenEvent]]) -> None:
+    def _hand_over(events: list[tuple[Running, TokenEvent]]) -> None:
         by_sink: dict[Sink, list[TokenEvent]] = {}
         for each, event in events:
             by_sink.setdefault(each.sink, []).append(event)
         for sink, theirs in by_sink.items():
             sink(theirs)
-
-
-def alternatives(position: int, count: int) -> Alternatives:
-    """The likeliest tokens that the fake engine reports: position, position + 1, ..., each 1/8 less likely."""
-    return Alternatives(tuple((position + i) % VOCAB_SIZE for i in range(count)), tuple(-i / 8 for i in range(count)))
-
-
-def _embedding(request: Request) -> tuple[float, ...]:
-    """Tells of the prompt's length and its pooling."""
-    if request.pooling is None:
-        return ()
-    return (4.0 * len(request.prompt), {"last": 3.0, "mean": -3.0}[request.pooling] * len(request.prompt))

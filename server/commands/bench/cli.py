@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from server.commands.bench import machine
-from server.commands.console import say
+from server.commands.console import UserError, check_folder, say
 
 
 class Benchmark(NamedTuple):
@@ -47,19 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if (warning := machine.busy()) is not None:
         say(f"note: {warning}")
     try:
-        if args.out is not None:
-            _check_out(args.out)
+        check_folder("--out", args.out)  # before anything is measured
         return args.benchmark(args)
-    except ValueError as problem:
+    except (ValueError, UserError) as problem:
         say(f"error: {problem}")
         return 2
-
-
-def _check_out(folder: Path) -> None:
-    """Raises ValueError for a folder that cannot be written to, before anything is measured."""
-    try:
-        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as problem:
-        raise ValueError(f"--out {folder} cannot be written to: {problem.strerror}") from None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts
+from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts, stages_of
 from tests.jaxserve.multihost.groups import SECRET, place
 
 
@@ -76,3 +76,17 @@ def test_what_hosts_compare(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert found()["the model's tokenizer.json"].startswith("a file of SHA-256 ")
     assert {"the version of jax", "the version of jaxserve", "max_rows", "links"} <= found().keys()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tensor", "stages", "mine"),
+    [
+        (2, 1, 2, [(0,), (1,)]),
+        (2, 2, 1, [(0,), (0,)]),
+        (4, 2, 2, [(0,), (0,), (1,), (1,)]),
+        (2, 2, 3, [(0, 1), (1, 2)]),
+    ],
+)
+def test_the_stages_of_a_host(hosts: int, tensor: int, stages: int, mine: list[tuple[int, ...]]) -> None:
+    config = EngineConfig(tensor=tensor, stages=stages)
+    assert stages_of(config, hosts) == dict(enumerate(mine))

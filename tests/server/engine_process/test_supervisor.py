@@ -18,7 +18,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_status import rpc_status
 
 from jaxserve.config import EngineConfig
-from jaxserve.multihost.config import ClusterConfig, stages_of
+from jaxserve.multihost.config import ClusterConfig
 from jaxserve.scheduler.prefix_changes import BlocksStored, CacheCleared
 from server.commands.console import UserError
 from server.engine_process import exit_codes
@@ -385,17 +385,3 @@ def test_silent_worker_is_killed() -> None:
     assert caught.value.exit_code == exit_codes.ENGINE_GONE
     assert supervisor.pid is not None
     assert is_gone(supervisor.pid)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "tensor", "stages", "mine"),
-    [
-        (2, 1, 2, [(0,), (1,)]),
-        (2, 2, 1, [(0,), (0,)]),
-        (4, 2, 2, [(0,), (0,), (1,), (1,)]),
-        (2, 2, 3, [(0, 1), (1, 2)]),
-    ],
-)
-def test_the_stages_of_a_host(hosts: int, tensor: int, stages: int, mine: list[tuple[int, ...]]) -> None:
-    config = EngineConfig(tensor=tensor, stages=stages)
-    assert stages_of(config, hosts) == dict(enumerate(mine))
