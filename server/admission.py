@@ -93,7 +93,7 @@ class Ticket:
             self._admission.stop_waiting(self.tenant, self._place)
 
     def keep(self) -> None:
-        """Reserves room in the queue until `release`, for a call that submits requests repeatedly.
+        """Reserves queue capacity until `release`, for a call that submits requests repeatedly.
 
         The reserved requests count against the bounds, but not as work that others wait for.
         """
@@ -178,7 +178,7 @@ class AdmissionController:
           deadline: of the call, on the clock; None for none.
 
         Raises:
-          ApiError: INVALID (the queue never has room for so many requests), RATE_LIMITED, QUEUE_FULL or TOO_LATE.
+          ApiError: INVALID (the queue never holds so many requests), RATE_LIMITED, QUEUE_FULL or TOO_LATE.
         """
         if requests > self._max_requests:
             raise errors.invalid("prompt", f"makes {requests} requests; the queue takes {self._max_requests} at most")

@@ -259,16 +259,16 @@ def _with_room(new: TpuPool, shape: AttentionShape) -> TpuPool:
         return TpuPool(kv)
     scales = new.scales.swapaxes(1, 2)  # [2, K, T]
     length = round_up(size + n_tokens + round_up(size, LANES) + LANES, LANES)
-    room = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
-    return TpuPool(kv, jnp.pad(scales, ((0, 0), *room)))
+    padding = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
+    return TpuPool(kv, jnp.pad(scales, ((0, 0), *padding)))
 
 
 def _tiles(q: jax.Array, shape: AttentionShape, tile: int) -> jax.Array:
     """[K, group, T in whole tiles, lanes of a head]."""
     n_tokens = len(q)
     q = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).transpose(1, 2, 0, 3)
-    room = (0, round_up(n_tokens, tile) - n_tokens), (0, prompts.out_lanes(shape) - shape.head_dim)
-    return jnp.pad(q, ((0, 0), (0, 0), *room)).astype(operand_dtype(shape))
+    padding = (0, round_up(n_tokens, tile) - n_tokens), (0, prompts.out_lanes(shape) - shape.head_dim)
+    return jnp.pad(q, ((0, 0), (0, 0), *padding)).astype(operand_dtype(shape))
 
 
 BACKEND = TpuBackend()

@@ -204,8 +204,8 @@ class _PromptKernel:
                 queries = q_buf[(lax.rem(turn, 2), *of_tile(i))].astype(jnp.float32)
                 queries = queries.reshape(part.rows, out_lanes(shape))
                 if lanes > out_lanes(shape):
-                    room = jnp.zeros((part.rows, lanes - out_lanes(shape)), jnp.float32)
-                    queries = jnp.concatenate([queries, room], axis=1)
+                    zeros = jnp.zeros((part.rows, lanes - out_lanes(shape)), jnp.float32)
+                    queries = jnp.concatenate([queries, zeros], axis=1)
                 query[rows] = _turn(queries, head * dim - lane_of(head), dim).astype(operand)
                 if sinks is None:
                     maximum[rows] = jnp.full((part.rows, LANES), LOWEST, jnp.float32)

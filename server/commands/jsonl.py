@@ -69,7 +69,7 @@ class LineServer:
         self._eos = frozenset(engine.model_config.eos_token_ids)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # lines from the reader, events from the engine
         self._sink = self._inbox.put
-        self._room = threading.Semaphore(window)
+        self._window = threading.Semaphore(window)
         self._lines: deque[_Line] = deque()  # not yet answered, in the order of the input
         self._held: deque[_Line] = deque()  # refused by a full queue; tried again later
         self._alive: dict[str, _Line] = {}
@@ -98,7 +98,7 @@ class LineServer:
                 self._submit_held()
                 while self._lines and (answer := self._lines[0].answer) is not None:
                     self._lines.popleft()
-                    self._room.release()
+                    self._window.release()
                     yield answer
         finally:
             for request_id in self._alive:
@@ -110,7 +110,7 @@ class LineServer:
             for number, text in enumerate(source, 1):
                 size += len(text)
                 if text.strip():
-                    self._room.acquire()
+                    self._window.acquire()
                     self._inbox.put((number, size, text))
         except Exception as problem:  # for the caller's thread to raise
             self._inbox.put(problem)

@@ -63,12 +63,12 @@ class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServ
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Any
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         answers: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue()
-        free, room = asyncio.Semaphore(_MAX_AT_ONCE), asyncio.Semaphore(_MAX_AT_ONCE)
+        free, unread = asyncio.Semaphore(_MAX_AT_ONCE), asyncio.Semaphore(_MAX_AT_ONCE)
 
         async def answer(request: pb.ModelInferRequest) -> None:
             try:
                 async for response in self._parts(request, deadline(context)):
-                    await room.acquire()
+                    await unread.acquire()
                     answers.put_nowait(response)
             finally:
                 free.release()
@@ -85,7 +85,7 @@ class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServ
         reading = asyncio.create_task(read())
         try:
             while (response := await answers.get()) is not None:
-                room.release()
+                unread.release()
                 yield response
             async with answering(self._handler, context, new_id()):
                 try:

@@ -125,7 +125,7 @@ class RemoteEngine:
     def submit(self, request: Request, sink: Sink) -> None:
         """See `jaxserve.engine.Engine.submit`. A request waits while there is no engine process.
 
-        The caller has checked that the queue has room (`server.admission`), and chosen an unused id.
+        The caller has checked that the queue is not full (`server.admission`), and chosen an unused id.
         """
         if not self.takes_requests:
             raise EngineStopped(self._problem)
