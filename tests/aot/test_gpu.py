@@ -6,7 +6,7 @@ import importlib.util
 import re
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.planning import compiled, model_catalog, targets
+from jaxserve.planning import compiled, model_catalog, overlap, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner import compiler_options
 from jaxserve.runner.lowering import StagePrograms
@@ -324,6 +324,37 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
         "KiB of temporaries": temporaries // 1024,
     }
     hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
+
+
+@pytest.mark.parametrize(("how", "activations"), [("default", {}), ("split by tokens", {"tokens": "tensor"})])
+def test_a_step_over_eight_gpus_waits_for_no_more_bytes(how, activations, tell, hold) -> None:
+    """Two layers of Llama-3-70B, the look-up of tokens included: what a device sends while it does nothing else."""
+    device, layers, bucket, rows = "h200:8", 2, 256, 64
+    name, config = model_catalog.find("llama-3-70b")
+    deployment = Deployment(
+        name=name,
+        config=replace(config, num_layers=layers),
+        topology=devices.parse(device),
+        engine=EngineConfig(tensor=8, max_rows=rows, buckets=(bucket,), max_context=2048, slots=rows * 2048),
+        spec=replace(specs.default(config.family), activations=activations),
+    )
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
+    with targets.lowering(stage.mesh):
+        lowered = stage.lower_forward(bucket, rows * 2048 // stage.shape.attention.block_size)
+    found = list(overlap.exchanges(lowered.compile(compiler_options.of("gpu", absent=True)).as_text() or ""))
+    waited = sum(each.sent for each in found if not each.under)
+    tell(
+        "two layers of llama-3-70b over eight GPUs",
+        activations=how,
+        collectives=len(found),
+        sent=f"{sum(each.sent for each in found) / layers / 1024:,.0f} KiB a layer",
+        waited=f"{waited / layers / 1024:,.0f} KiB",
+    )
+    assert found
+    hold(
+        f"{device}, llama-3-70b {how}",
+        {"collectives": len(found), "KiB a layer of synchronous collectives": round(waited / layers / 1024)},
+    )
 
 
 def compile_step(stage: StagePrograms, bucket: int, n_blocks: int, dump: Path) -> tuple[str, int, float]:
