@@ -36,8 +36,7 @@ def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bo
     """Whether the compiler leaves weights as the spec has them, so that `activation_bytes` holds.
 
     It makes them whole where tokens and "embed" go over a mesh axis both, or a layer's heads over other mesh axes than
-    the pool's. XLA's CPU compiler keeps other shares of gathered weights than all, if hidden states are split as well
-    or the weights are experts'.
+    the pool's. Of gathered weights, XLA's CPU compiler keeps more or less than all at once.
     """
     tokens = _split(stage, stage.spec.activations.get("tokens"))
     pool_heads = _split(stage, kv_cache.head_target(stage.mesh, stage.spec))
@@ -50,10 +49,7 @@ def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bo
             if axis in ("heads", "kv_heads") and over and pool_heads and over != pool_heads:
                 return False
     gathered = [part for part in layers if any(set(names(each)) & set(stage.spec.gather) for each in part.partition)]
-    if stage.platform != "cpu" or not gathered:
-        return True
-    splits = any(_split(stage, target) for target in stage.spec.activations.values())
-    return not splits and not any(is_of_experts(part.axes) for part in gathered)
+    return stage.platform != "cpu" or not gathered
 
 
 def _split(stage: StagePrograms, target: Target) -> tuple[str, ...]:
