@@ -87,8 +87,10 @@ class BucketLadder:
         top = max(bisect_right(sizes, budget) - 1, 0)
         left = decodes + prompt_tokens
         holds_all = bisect_left(sizes, left)
+        if not prompt_tokens:
+            return sizes[min(holds_all, top)]
         fills = min(bisect_right(sizes, left) - 1, top)
-        if prompt_tokens == 0 or fills < 0 or sizes[fills] <= decodes:
+        if fills < 0 or sizes[fills] <= decodes:
             return sizes[min(holds_all, top)]
         if sizes[fills] == left or left >= 2 * sizes[top]:
             return sizes[fills]

@@ -99,7 +99,7 @@ class SlotPool:
     @property
     def slots_used(self) -> int:
         """Slots in blocks that a request holds or that are set aside for one."""
-        return (self.n_blocks - self.num_available + self._set_aside) * self.block_size
+        return (self.n_blocks - len(self._free) - len(self._idle) + self._set_aside) * self.block_size
 
     @property
     def slots_cached(self) -> int:
@@ -109,7 +109,7 @@ class SlotPool:
     @property
     def slots_held(self) -> int:
         """Slots in blocks that a request holds, without those only set aside."""
-        return (self.n_blocks - self.num_available) * self.block_size
+        return (self.n_blocks - len(self._free) - len(self._idle)) * self.block_size
 
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens need; the last one may be filled in part."""
@@ -164,7 +164,7 @@ class SlotPool:
 
     def shortage(self, allocation: BlockAllocation, length: int) -> int:
         """Blocks missing before `allocation` can cover `length` positions without preemption."""
-        need = self.blocks_for(length) - len(allocation.blocks) - allocation._set_aside
+        need = -(-length // self.block_size) - len(allocation.blocks) - allocation._set_aside
         return max(need - (self.num_available - self._set_aside), 0) if need > 0 else 0
 
     def extend(
@@ -184,7 +184,9 @@ class SlotPool:
 
     def _grow(self, allocation: BlockAllocation, length: int) -> None:
         """Make `allocation` cover `length` positions; there is no shortage."""
-        need = self.blocks_for(length) - len(allocation.blocks)
+        need = -(-length // self.block_size) - len(allocation.blocks)
+        if need <= 0:
+            return
         taken = self._take(need)
         for block in taken:
             self._references[block] = 1
@@ -218,9 +220,10 @@ class SlotPool:
 
     def _keep_promise(self, allocation: BlockAllocation, taken: int) -> None:
         """Set aside less after an allocation has taken blocks."""
-        promised = min(taken, allocation._set_aside)
-        allocation._set_aside -= promised
-        self._set_aside -= promised
+        if allocation._set_aside:
+            promised = min(taken, allocation._set_aside)
+            allocation._set_aside -= promised
+            self._set_aside -= promised
         assert self._set_aside <= self.num_available
 
     def _cancel_promise(self, allocation: BlockAllocation) -> None:
@@ -252,12 +255,13 @@ class SlotPool:
         if not self.prefix_cache or full <= allocation._published or allocation.publish_at == inf:
             return
         digests, stored = allocation.digests(full, self.block_size), []
+        blocks, block_of, digest_of = allocation.blocks, self._block_of, self._digest_of
         for index in range(allocation._published, full):
-            digest, block = digests[index], allocation.blocks[index]
+            digest, block = digests[index], blocks[index]
             # A request that computed the same prefix at the same time keeps a private copy until it ends.
-            if block != NO_BLOCK and digest not in self._block_of and self._digest_of[block] is None:
-                self._block_of[digest] = block
-                self._digest_of[block] = digest
+            if block != NO_BLOCK and digest not in block_of and digest_of[block] is None:
+                block_of[digest] = block
+                digest_of[block] = digest
                 if self.host is None or not self.host.has(self.group, digest):
                     stored.append(index)
         if stored:
@@ -353,6 +357,8 @@ class SlotPool:
     def _take(self, count: int) -> list[int]:
         """Take available blocks; evict cached ones where there are no others."""
         free = self._free
+        if count == 1 and free:
+            return [free.pop()]
         if count <= len(free):
             taken = free[: -count - 1 : -1]
             del free[len(free) - count :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from struct import iter_unpack
+from struct import unpack
 from typing import Any
 
 
@@ -36,11 +36,10 @@ class PrefixDigests:
             # A digest has a fixed length, so a salt cannot be taken for tokens.
             self._hash = hashlib.sha256(hashlib.sha256(self._salt.encode("utf-8", "surrogatepass")).digest())
             self._hash.update(array("I", tokens[: start * block_size]).tobytes())
-        update, digest, add = self._hash.update, self._hash.digest, self.known.append
+        digest = self._hash.digest
         content = array("I", tokens[start * block_size : blocks * block_size]).tobytes()
-        for (block,) in iter_unpack(f"{4 * block_size}s", content):
-            update(block)
-            add(digest())
+        parts = unpack(f"{4 * block_size}s" * (blocks - start), content)
+        self.known += [digest() for _ in map(self._hash.update, parts)]
         return self.known
 
     def take_over(self, other: PrefixDigests, blocks: int) -> None:
