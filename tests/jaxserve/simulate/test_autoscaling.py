@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.simulate import day
 from jaxserve.simulate import workload as load
-from jaxserve.simulate.autoscaling import HorizontalAutoscaler, ScalingRule
+from jaxserve.simulate.autoscaling import HorizontalAutoscaler, ScaledFleet, ScalingRule
 from jaxserve.simulate.system import SimulatedEngine
 from server.commands import cli
 
@@ -135,6 +136,50 @@ def test_a_replica_takes_requests_when_it_has_started(fleets):
     for sample in result.samples:
         running = [pod for pod in result.pods if pod.start < sample.time < pod.stopped]
         assert sample.ready <= sum(pod.ready <= sample.time for pod in running) + 1
+
+
+class StubReplica:
+    """A replica that has a request until it is told to have none."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(pool=self)
+        self.now, self.is_idle, self.flushes = 0.0, False, 0
+
+    def advance(self, until: float) -> None:
+        self.now = self.now if self.is_idle else until
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+def test_a_replica_that_is_stopped_is_counted_until_its_last_request_has_ended():
+    replicas: list = [StubReplica() for _ in range(12)]
+    owed = 3.0  # seconds: two replicas are wanted
+    fleet = ScaledFleet(RULE, replicas, start_seconds=0.0, owed_seconds=lambda replica, now: owed / len(fleet.ready))
+    fleet.advance(90.0)
+    assert fleet.ready == [0, 1]
+    owed = 0.5
+    while len(fleet.ready) > 1:
+        fleet.advance(fleet.samples[-1].time + 15.0)
+    pod, stopped = fleet.pods[1], fleet.samples[-1].time
+    assert (pod.place, pod.stopped) == (1, stopped)
+    fleet.advance(stopped + 40.0)  # two decisions later it still has its request
+    assert (pod.end, replicas[1].now, replicas[1].flushes) == (inf, stopped + 30.0, 0)
+    replicas[1].is_idle, replicas[1].now = True, stopped + 38.0
+    fleet.advance(stopped + 45.0)
+    assert (pod.end, replicas[1].flushes) == (stopped + 38.0, 1)  # and its cache is lost
+    assert replicas[0].flushes == 0
+    fleet.advance(stopped + 60.0)
+    assert (replicas[1].now, replicas[1].flushes) == (stopped + 38.0, 1)
+
+
+def test_a_stopped_replica_that_still_has_requests_at_the_end_counts_to_its_last():
+    replicas: list = [StubReplica() for _ in range(12)]
+    fleet = ScaledFleet(RULE, replicas, start_seconds=0.0, owed_seconds=lambda replica, now: 0.0)
+    (pod,) = fleet.pods
+    pod.stopped, replicas[0].now = 20.0, 34.0
+    fleet.finish(50.0)
+    assert pod.end == 34.0
 
 
 def test_a_stopped_replica_ends_its_requests(fleets):
