@@ -222,10 +222,11 @@ class Roofline:
         """
         self.fit = fit or fit_of(topology.device)
         self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
-        self._windows = {each.window for load in loads for each in load.attention}
+        self._windows = list({each.window for load in loads for each in load.attention})
         self._flops = topology.device.flops[dtype]
-        self._links: list[tuple[float, ...]] = []  # seconds over links of a step, a token, a row and a token's hop
-        self._overhead: list[float] = []
+        # By stage: its load; seconds over links of a step, a token, a row and a token's hop; its overhead; (index of
+        # the window, operations of a slot, bytes of a slot) of each kind of its attention.
+        self._parts: list[tuple[StageLoad, tuple[float, ...], float, list[tuple[int, float, int]]]] = []
         for load in loads:
             if load.collectives is None:
                 raise ValueError(
@@ -241,9 +242,11 @@ class Roofline:
                 for one in ((0, 0), (1, 0), (0, 1))
             )
             hop = load.hop_bytes / topology.hop_bandwidth(math.prod(load.mesh.values()))
-            self._links.append((by_step, with_token - by_step, with_row - by_step, hop))
+            links = (by_step, with_token - by_step, with_row - by_step, hop)
             starts = sum(each.times for each in load.collectives)
-            self._overhead.append(load.layers * self.fit.layer_seconds + starts * self.fit.collective_seconds)
+            overhead = load.layers * self.fit.layer_seconds + starts * self.fit.collective_seconds
+            attention = [(self._windows.index(each.window), each.slot_ops, each.slot_bytes) for each in load.attention]
+            self._parts.append((load, links, overhead, attention))
 
     def __call__(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
@@ -254,16 +257,49 @@ class Roofline:
           bucket: tokens of the bucket; 0 for no padding.
           decodes: number of chunks of length 1 that are not listed and are within all windows; sum of their starts.
         """
-        rows, starts = decodes
-        tokens = sum([length for _, length in chunks], rows)
-        attended = {}
-        for window in self._windows:
-            slots, pairs = reads(chunks, window)
-            attended[window] = slots + starts + rows, pairs + starts + rows
+        return [Seconds(*each) for each in self._stages(chunks, bucket, decodes)]
+
+    def totals(
+        self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
+    ) -> list[float]:
+        """Seconds of an iteration by stage, all causes together. The arguments are those of `__call__`."""
         return [
-            self._stage(load, links, overhead, tokens, max(tokens, bucket), rows + len(chunks), attended)
-            for load, links, overhead in zip(self._loads, self._links, self._overhead, strict=True)
+            compute + memory + links + overhead
+            for compute, memory, links, overhead in self._stages(chunks, bucket, decodes)
         ]
+
+    def _stages(
+        self, chunks: Sequence[tuple[int, int]], bucket: int, decodes: tuple[int, int]
+    ) -> list[tuple[float, float, float, float]]:
+        """What `Seconds` holds, by stage."""
+        rows, starts = decodes
+        tokens, ends = rows, starts + rows
+        if chunks:
+            tokens = sum([length for _, length in chunks], rows)
+            found = [reads(chunks, window) for window in self._windows]
+            attended = [(slots + ends, pairs + ends) for slots, pairs in found]
+            rows += len(chunks)
+        else:
+            attended = [(ends, ends)] * len(self._windows)
+        padded = max(tokens, bucket)
+        fit, flops, bandwidth, stages = self.fit, self._flops, self._device.bandwidth, []
+        efficiency, of_links = fit.efficiency, fit.of_links
+        for load, (by_step, by_token, by_row, by_hop), overhead, attention in self._parts:
+            ops, read = load.token_ops * padded + load.row_ops * rows, float(load.weight_bytes)
+            for window, slot_ops, slot_bytes in attention:
+                slots, pairs = attended[window]
+                ops, read = ops + slot_ops * pairs, read + slot_bytes * slots
+            if (experts := load.experts) is not None:  # padding has none
+                ops, read = ops + experts.ops(tokens, padded), read + experts.read(tokens)
+            compute, memory = ops / flops / efficiency, read / bandwidth / efficiency
+            if fit.overlapped:
+                compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
+            sent = by_step + by_token * padded + by_row * rows
+            waited = by_hop * padded + sent
+            if load.overlapped:
+                waited -= min(load.overlapped * sent, (compute + memory) * of_links)
+            stages.append((compute, memory, waited / of_links, overhead))
+        return stages
 
     def parts(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Parts]:
         """Seconds of an iteration by what is done, by stage. They add up to the total, unless causes overlap.
@@ -294,30 +330,3 @@ class Roofline:
             matmul, attention, head, sent, starts = (each.total for each in by_part)
             found.append(Parts(matmul, attention, head, sent - by_part[3].links + whole.links, starts))
         return found
-
-    def _stage(
-        self,
-        load: StageLoad,
-        links: tuple[float, ...],
-        overhead: float,
-        tokens: int,
-        padded: int,
-        rows: int,
-        attended: Mapping[int | None, tuple[int, int]],
-    ) -> Seconds:
-        efficiency, experts = self.fit.efficiency, load.experts
-        ops, read = load.token_ops * padded + load.row_ops * rows, float(load.weight_bytes)
-        for each in load.attention:
-            slots, pairs = attended[each.window]
-            ops, read = ops + each.slot_ops * pairs, read + each.slot_bytes * slots
-        if experts is not None:  # padding has none
-            ops, read = ops + experts.ops(tokens, padded), read + experts.read(tokens)
-        compute, memory = ops / self._flops / efficiency, read / self._device.bandwidth / efficiency
-        if self.fit.overlapped:
-            compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-        sent, hop = links[0] + links[1] * padded + links[2] * rows, links[3] * padded
-        waited = hop + sent
-        if load.overlapped:
-            hidden = min(load.overlapped * sent, (compute + memory) * self.fit.of_links)
-            waited -= hidden
-        return Seconds(compute, memory, waited / self.fit.of_links, overhead)

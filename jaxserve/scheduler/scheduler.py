@@ -31,7 +31,7 @@ from jaxserve.scheduler.state import Phase, RequestState
 from jaxserve.scheduler.tenants import FairQueue
 
 
-class _PlanInFlight(NamedTuple):
+class PlanInFlight(NamedTuple):
     """What the scheduler remembers of a plan, because rows are reused before it lands."""
 
     sequence: int
@@ -107,7 +107,7 @@ class Scheduler:
         self.drafting = None if speculation is None else Drafting(speculation, pool)
         self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
         self.outputs_of: Callable[..., OutputProcessor] = OutputProcessor  # a simulation has a simpler one
-        self._in_flight: deque[_PlanInFlight] = deque()
+        self._in_flight: deque[PlanInFlight] = deque()
         self._to_trim: list[RequestState] = []
         self._sequence = 0
         self._submitted = 0
@@ -367,7 +367,7 @@ class Scheduler:
             self._to_trim = [state for state, _ in takewhile(lambda each: each[1].length > 1, chunks)]
         plan = builder.build(self._sequence, bucket, sampler, scoring=bool(scores))
         self._in_flight.append(
-            _PlanInFlight(self._sequence, builder.states, scores, pooled, bool(builder.drafts), set())
+            PlanInFlight(self._sequence, builder.states, scores, pooled, bool(builder.drafts), set())
         )
         self._sequence += 1
         return plan

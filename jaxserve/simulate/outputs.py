@@ -45,7 +45,6 @@ class SimulatedOutputs(OutputProcessor):
         token, tokens = self._tokens[entry], state.tokens
         tokens.append(token)
         if token or len(tokens) == state.limit:
-            self._events.pop(state.name, None)
             reason = state.finish_reason(token, self._eos)
             return TokenEvent(state.name, _TOKEN, finish_reason=reason), start + length, 0
         event = self._events.get(state.name)

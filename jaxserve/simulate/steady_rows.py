@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from jaxserve.iteration import Chunk, IterationPlan, IterationResult
-from jaxserve.request import TokenEvent
+from jaxserve.iteration import (
+    Admission,
+    BlockCopy,
+    Chunk,
+    IterationPlan,
+    IterationResult,
+    PooledRange,
+    SamplerVariant,
+    TableChange,
+)
+from jaxserve.request import FinishReason, TokenEvent
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.policy import ObjectiveTokenBudget
-from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.scheduler import PlanInFlight, Scheduler
 from jaxserve.scheduler.state import Phase, RequestState
 
 _by_key = attrgetter("key")
@@ -30,9 +39,12 @@ def _key_of_state(due: tuple[RequestState, int]) -> tuple[float, int]:
     return due[0].key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _key_of_row(row: _SteadyRow) -> tuple[float, int]:
+    return row.state.key
+
+
 class SteadyPlan(IterationPlan):
-    """A plan with rows that decode beside its chunks.
+    """A plan with rows that decode beside its chunks. It changes when some of them are listed.
 
     Attributes:
       steady: number of these rows.
@@ -42,16 +54,32 @@ class SteadyPlan(IterationPlan):
       number: of the plan among those of the group.
     """
 
-    steady: int
-    starts: int
-    listed: int
-    group: SteadyGroup
-    number: int
+    __slots__ = ("group", "listed", "number", "starts", "steady")
+    __setattr__ = object.__setattr__  # of the fields below too, which are cheap to set so
+    sequence: int
+    bucket: int
+    admissions: tuple[Admission, ...]
+    chunks: tuple[Chunk, ...]
+    table_changes: tuple[TableChange, ...]
+    sampler: SamplerVariant | None
+    scoring: bool
+    drafts: tuple[int, ...]
+    block_copies: tuple[BlockCopy, ...]
+    pooled: tuple[PooledRange, ...]
+
+    def __init__(self, group: SteadyGroup, sequence: int, bucket: int) -> None:
+        """A plan of the steady rows alone, the next of their group."""
+        self.sequence, self.bucket, self.group, self.number = sequence, bucket, group, group.launched
+        self.steady = len(group.rows)
+        self.starts = group.bases + self.steady * group.launched
+        self.listed = 0
+        self.chunks = self.admissions = self.table_changes = self.block_copies = self.drafts = self.pooled = ()
+        self.sampler, self.scoring = None, False
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, without padding."""
-        return self.steady + sum([chunk.length for chunk in self.chunks])
+        return self.steady + sum([length for _, _, length, _ in self.chunks]) if self.chunks else self.steady
 
     @property
     def num_rows(self) -> int:
@@ -78,42 +106,49 @@ class _SteadyPlanBuilder(PlanBuilder):
         assert window is None
         return self.starts + self.steady + super().slots_read(window)
 
+    def change_table(self, state: RequestState, index: int) -> None:
+        """Nobody reads the block tables of a simulation."""
+
     def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> SteadyPlan:
-        return SteadyPlan(
-            **self.fields(sequence, bucket, sampler, scoring=scoring),
-            steady=self.steady,
-            starts=self.starts,
-            listed=self.listed,
-            group=self.group,
-            number=self.group.launched,
-        )
+        plan = SteadyPlan(self.group, sequence, bucket)
+        plan.listed, plan.chunks, plan.admissions = self.listed, tuple(self.chunks), tuple(self.admissions)
+        plan.block_copies, plan.scoring = tuple(self.copies), scoring
+        return plan
 
 
 class _SteadyRow(NamedTuple):
-    """A steady row: plan p of its group computes its position `base + p`, from plan `first` on."""
+    """A steady row: plan p of its group computes its position `base + p`, from plan `first` to `last`."""
 
     state: RequestState
     base: int
     first: int
+    last: int
     group: SteadyGroup
+
+
+def _put(rows: dict[int, list[_SteadyRow]], plan: int, row: _SteadyRow) -> None:
+    """Add a row to those of a plan."""
+    if plan <= row.last:
+        rows.setdefault(plan, []).append(row)
 
 
 class SteadyGroup:
     """Rows that decode in the same plans: all of them with one stage, those of one batch with several.
 
     Attributes:
-      rows: the steady rows, by the names of their requests.
+      rows: the steady rows, by the names of their requests, but for those whose last plan is launched.
       bases: the sum of theirs.
       launched: number of the group's plans.
       landed: when the tokens of each came.
-      ending / growing / publishing: by plan: the rows that it ends or gives a block, and those whose block is complete
-        when it lands.
+      listing / ending / growing / publishing: by plan: the rows that are listed from it on, whose last plan it is, that
+        it gives a block, and whose block is complete when it lands.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, _SteadyRow] = {}
         self.bases = self.launched = 0
         self.landed = array("d")
+        self.listing: dict[int, list[_SteadyRow]] = {}
         self.ending: dict[int, list[_SteadyRow]] = {}
         self.growing: dict[int, list[_SteadyRow]] = {}
         self.publishing: dict[int, list[_SteadyRow]] = {}
@@ -127,9 +162,9 @@ class SteadyGroup:
 class SteadyScheduler(Scheduler):
     """`Scheduler`, with plans that are a `SteadyPlan`.
 
-    A row is steady from its first decode to before the plan that samples its last token. It is listed for good where
-    the scheduler might have to choose between rows: when blocks are short, when tenants take turns, or when not all
-    decodes fit.
+    A row is steady from its first decode to its last, or to the one before if that is not the last that its request may
+    have. It is listed for good where the scheduler might have to choose between rows: when blocks are short, when
+    tenants take turns, or when not all decodes fit.
 
     With several stages the rows of a batch are in every plan of their group. A policy that shares all rows among the
     batches (`ObjectiveTokenBudget`) has them listed.
@@ -146,8 +181,13 @@ class SteadyScheduler(Scheduler):
         self.advanced: Callable[[str, array[float]], None] = lambda name, times: None
         self._steady: dict[str, _SteadyRow] = {}
         self._groups = [SteadyGroup()]
-        self._plan_of: dict[int, tuple[SteadyGroup, int]] = {}  # plan in flight -> its group and number
-        self._listed_late: dict[int, list[Chunk]] = {}  # plan in flight -> chunks of rows that were steady in it
+        self._plans: deque[SteadyPlan] = deque()  # in flight
+        self._can_count = (
+            type(self.pool) is SlotPool
+            and self._fixed_chunk is None
+            and self.drafting is None
+            and not (self._exclusive and isinstance(self.policy, ObjectiveTokenBudget))
+        )
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End a request now (see `Scheduler.abort`)."""
@@ -157,15 +197,62 @@ class SteadyScheduler(Scheduler):
 
     def schedule(self) -> IterationPlan | None:
         """The next plan (see `Scheduler.schedule`)."""
-        if self._steady and len(self._in_flight) < self._most_in_flight:
-            group = self._next_group()
-            for row in self._still_steady(group.ending, group.launched):
+        if not self._steady or len(self._in_flight) >= self._most_in_flight:
+            return super().schedule()
+        group, running = self._next_group(), self.requests.running
+        number = group.launched
+        if number in group.listing:
+            for row in self._still_steady(group.listing, number):
                 self._list(row)
-            growing = len(group.growing.get(group.launched, ()))
-            if not self._may_count(group, len(self.requests.running) + growing):
-                for row in list(self._steady.values()):
-                    self._list(row)
+        if len(self.requests.live) == len(self._steady) and group.rows and self._may_count(group, len(group.rows)):
+            return self._launch_steady(group)
+        if number in group.ending and any(state.length - state.computed < 2 for state in running):
+            for row in self._still_steady(group.ending, number):  # rows end in the order of their keys
+                self._list(row)
+        if not self._may_count(group, len(running) + len(group.growing.get(number, ()))):
+            for row in [row for each in self._groups for row in each.rows.values()]:
+                self._list(row)
         return super().schedule()
+
+    def _launch_steady(self, group: SteadyGroup) -> SteadyPlan:
+        """A plan of steady rows alone: all live requests are steady, so `Scheduler.schedule` would plan these."""
+        steady, budget = len(group.rows), self.policy.decode_budget(self.requests)
+        if group.launched in group.growing:
+            self._grow(group)
+        plan = SteadyPlan(group, self._sequence, self._ladder.pick(steady, 0, budget, steady))
+        self._in_flight.append(PlanInFlight(self._sequence, [], {}, {}, False, set()))
+        self._sequence += 1
+        self._count_plan(plan)
+        return plan
+
+    def _count_plan(self, plan: SteadyPlan) -> None:
+        """Note that a plan of a group is launched. The rows whose last it is finish."""
+        group = plan.group
+        self._plans.append(plan)
+        group.launched += 1
+        for row in group.ending.get(plan.number, ()):
+            state = row.state
+            if self._steady.get(state.name) is row:
+                self._leave(row)
+                insort(self.requests.running, state, key=_by_key)
+                self.requests.finish(state)
+
+    def _leave(self, row: _SteadyRow) -> None:
+        """Take a row out of the next plans of its group."""
+        del row.group.rows[row.state.name]
+        row.group.bases -= row.base
+        self.requests.num_counted -= 1
+
+    def _end_rows(self, plan: SteadyPlan) -> list[TokenEvent]:
+        """End the requests whose last token has come with a plan. The events do not have it: it is counted."""
+        events: list[TokenEvent] = []
+        for row in sorted(self._still_steady(plan.group.ending, plan.number), key=_key_of_row):
+            name = row.state.name
+            del self._steady[name]
+            self.advanced(name, plan.group.landed[row.first :])
+            self._end(row.state)
+            events.append(TokenEvent(name, finish_reason=FinishReason.LENGTH))
+        return events
 
     def _next_group(self) -> SteadyGroup:
         """The group of the next plan, of which there is one; rows of others that are free join it when listed."""
@@ -181,28 +268,22 @@ class SteadyScheduler(Scheduler):
             self._groups.remove(group)
         return free[0]
 
-    def landing(self, plan: SteadyPlan, now: float) -> SteadyPlan:
-        """The oldest plan in flight, which lands now, with the rows that were listed since it was launched.
-
-        `complete` takes it so.
-        """
+    def landing(self, plan: SteadyPlan, now: float) -> None:
+        """The oldest plan in flight lands now. It is completed next."""
+        oldest = self._plans.popleft()
+        assert plan is oldest, f"plan {plan.sequence} landed before {oldest.sequence}"
         plan.group.landed.append(now)
-        del self._plan_of[plan.sequence]
-        late = self._listed_late.pop(plan.sequence, None)
-        if late is None:
-            return plan
-        starts = plan.starts - sum([chunk.start for chunk in late])
-        return replace(plan, chunks=(*plan.chunks, *late), steady=plan.steady - len(late), starts=starts)
 
     def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
         """Apply a result (see `Scheduler.complete`). It completes blocks of steady rows too."""
         assert isinstance(plan, SteadyPlan)
         if plan.number in plan.group.publishing:
             self._publish(plan)
+        ended = self._end_rows(plan) if plan.number in plan.group.ending else []
         if not plan.chunks:
             self._in_flight.popleft()
-            return []
-        return super().complete(plan, result)
+            return ended
+        return ended + super().complete(plan, result)
 
     def _publish(self, plan: SteadyPlan) -> None:
         """Publish the blocks that a plan's decodes have completed: by key, as of equal blocks the first is kept."""
@@ -214,10 +295,10 @@ class SteadyScheduler(Scheduler):
         for state, chunk in zip(self._in_flight[0].states[: plan.listed], plan.chunks, strict=False):
             if state.phase is not Phase.ENDED and chunk.start + 1 >= state.allocation.publish_at:
                 due.append((state, chunk.start + 1))
-        for state, computed in sorted(due, key=_key_of_state):
+        for state, computed in sorted(due, key=_key_of_state) if len(due) > 1 else due:
             self.pool.publish(state.allocation, computed)
         for row in rows:
-            publishing.setdefault(int(row.state.allocation.publish_at) - 1 - row.base, []).append(row)
+            _put(publishing, int(row.state.allocation.publish_at) - 1 - row.base, row)
 
     def _still_steady(self, rows: dict[int, list[_SteadyRow]], plan: int) -> list[_SteadyRow]:
         """Take the rows of a plan that have not been listed meanwhile."""
@@ -231,13 +312,11 @@ class SteadyScheduler(Scheduler):
         Args:
           blocks: free blocks that there must be where they come on demand.
         """
-        pool, requests = self.pool, self.requests
-        if type(pool) is not SlotPool or self._fixed_chunk is not None or self.drafting is not None:
+        if not self._can_count:
             return False
-        rows = self.num_running
+        pool, requests = self.pool, self.requests
+        rows = requests.num_running
         if self._exclusive:
-            if isinstance(self.policy, ObjectiveTokenBudget):
-                return False
             rows = len(group.rows) + sum([not state.in_flight for state in requests.running])
         if requests.waiting.is_shared or rows > self._max_rows or rows >= self.policy.decode_budget(requests):
             return False
@@ -248,19 +327,24 @@ class SteadyScheduler(Scheduler):
 
     def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
         assert isinstance(plan, _SteadyPlanBuilder)
-        group = plan.group
-        for row in self._still_steady(group.growing, group.launched):
-            self._extend(plan, row.state, row.base + group.launched + 1)
-            group.growing.setdefault(group.launched + self.pool.block_size, []).append(row)
+        self._grow(plan.group)
         may_admit = super()._gather_running(plan, budget)
         plan.listed = len(plan.states)
         return may_admit
 
+    def _grow(self, group: SteadyGroup) -> None:
+        """Give blocks to the steady rows that need one in the next plan of a group; there are enough."""
+        for row in self._still_steady(group.growing, group.launched):
+            allocation = row.state.allocation
+            self.fetches.cancel_for(allocation, allocation.capacity + 1)
+            self.pool.extend(allocation, allocation.capacity + 1)
+            _put(group.growing, group.launched + self.pool.block_size, row)
+
     def _launch(self, builder: PlanBuilder, bucket: int) -> IterationPlan:
         assert isinstance(builder, _SteadyPlanBuilder)
         plan, group = super()._launch(builder, bucket), builder.group
-        self._plan_of[plan.sequence] = group, group.launched
-        group.launched += 1
+        assert isinstance(plan, SteadyPlan)
+        self._count_plan(plan)
         if not plan.chunks:
             return plan
         sampled = (state for state, chunk in zip(builder.states, builder.chunks, strict=True) if chunk.samples)
@@ -273,42 +357,46 @@ class SteadyScheduler(Scheduler):
 
     def _lasts(self, state: RequestState) -> bool:
         """Whether a row that decodes from now on does so for some plans."""
-        return state.phase is Phase.RUNNING and state.samples is None and self._end_of(state) >= _LEAST
+        return state.phase is Phase.RUNNING and state.samples is None and self._decodes_of(state) >= _LEAST
 
-    def _end_of(self, state: RequestState) -> int:
-        """Plans from the next to the one that samples a row's last token."""
-        return min(state.limit - 2, self.last_of(state.name) - 1) - state.computed
+    def _decodes_of(self, state: RequestState) -> int:
+        """Decodes of a row from now on, without the last if that is not the last that its request may have."""
+        limit, end = state.limit - 1, self.last_of(state.name)
+        return min(limit, end) - state.computed - (end < limit)
 
     def _count(self, state: RequestState, group: SteadyGroup) -> None:
         """Make a row steady from the next plan of a group on."""
         allocation, size, first = state.allocation, self.pool.block_size, group.launched
-        base = state.computed - first
-        row = self._steady[state.name] = group.rows[state.name] = _SteadyRow(state, base, first, group)
+        base, end = state.computed - first, first + self._decodes_of(state)
+        row = self._steady[state.name] = group.rows[state.name] = _SteadyRow(state, base, first, end - 1, group)
         group.bases += base
         self.requests.num_counted += 1
-        group.ending.setdefault(first + self._end_of(state), []).append(row)
-        group.growing.setdefault(allocation.capacity - base, []).append(row)
+        if base + end == state.limit - 1:
+            _put(group.ending, end - 1, row)
+        else:
+            group.listing.setdefault(end, []).append(row)
+        _put(group.growing, allocation.capacity - base, row)
         if allocation.publish_at < inf:
             publish_at = max(int(allocation.publish_at), (state.computed // size + 1) * size)  # the rest is in flight
-            group.publishing.setdefault(publish_at - 1 - base, []).append(row)
+            _put(group.publishing, publish_at - 1 - base, row)
 
     def _list(self, row: _SteadyRow) -> None:
         """List a row again, in the next plan and in those in flight."""
-        state, base, first, group = row
-        del self._steady[state.name], group.rows[state.name]
-        group.bases -= base
-        self.requests.num_counted -= 1
+        state, base, first, last, group = row
+        del self._steady[state.name]
         landed = len(group.landed)
         state.tokens += [0] * (base + landed + 1 - len(state.tokens))
         if landed > first:
             self.advanced(state.name, group.landed[first:landed])
-        for launched in self._in_flight:
-            its_group, number = self._plan_of.get(launched.sequence, (None, 0))
-            if its_group is group and number >= first:
+        for launched, plan in zip(self._in_flight, self._plans, strict=True):
+            if plan.group is group and first <= plan.number <= last:
                 launched.states.append(state)
-                chunk = Chunk(state.row, base + number, 1, 1)
-                self._listed_late.setdefault(launched.sequence, []).append(chunk)
+                plan.chunks += (Chunk(state.row, base + plan.number, 1, 1),)
+                plan.steady -= 1
+                plan.starts -= base + plan.number
                 state.in_flight += 1
-        state.computed = base + group.launched
-        state.length = state.computed + 1
-        insort(self.requests.running, state, key=_by_key)
+        if state.name in group.rows:
+            self._leave(row)
+            state.computed = base + group.launched
+            state.length = state.computed + 1
+            insort(self.requests.running, state, key=_by_key)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,10 +107,11 @@ class SimulatedEngine:
                     copy_seconds=self.copy_seconds,
                 )
             )
-        if times is None:
-            fleet.serve_into(served.outcomes, incoming, replicas, scaling and scaling(replicas))
-        else:
-            times += fleet.serve(incoming, replicas)
+        with _rare_collections():
+            if times is None:
+                fleet.serve_into(served.outcomes, incoming, replicas, scaling and scaling(replicas))
+            else:
+                times += fleet.serve(incoming, replicas)
         served.preemptions = sum(replica.scheduler.preemptions for replica in replicas)
         hosts = [host for replica in replicas if (host := replica.scheduler.pool.host) is not None]
         served.loaded = self.groups.block_size * sum(host.loaded_blocks for host in hosts) // self.groups.count
@@ -183,12 +186,14 @@ class SimulationResult:
 
         def launched(plan: IterationPlan, landing: float) -> None:
             nonlocal before, count, every
-            tokens, held, promised = plan.num_tokens, pool.slots_held, pool.slots_used
+            tokens, rows, held, promised = plan.num_tokens, plan.num_rows, pool.slots_held, pool.slots_used
             self.sizes[tokens] += 1
-            self.rows = max(self.rows, plan.num_rows)
+            if rows > self.rows:
+                self.rows = rows
             self.padded += plan.bucket
             self.carried += tokens
-            self.cached += pool.block_size * sum(len(each.blocks) for each in plan.admissions) // pool.n_groups
+            if plan.admissions:
+                self.cached += pool.block_size * sum([len(each.blocks) for each in plan.admissions]) // pool.n_groups
             span, before = landing - before, landing
             self.held += span * held
             self.promised += span * promised
@@ -228,6 +233,17 @@ class Objective:
         return float(np.mean([self.met(each) for each in outcomes]))
 
 
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Garbage collections are rarer meanwhile: a simulation makes many values, and no cycles of them."""
+    usual = gc.get_threshold()
+    gc.set_threshold(100_000, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
 def bucket_costs(roofline: Roofline, sizes: Sequence[int], max_rows: int) -> tuple[BucketCost, ...]:
     """The bucket costs that the engine would measure at start: time between iterations.
 
@@ -259,8 +275,8 @@ def iteration_seconds(roofline: Roofline, *, padded: bool) -> StageSeconds:
     """
 
     def seconds(plan: IterationPlan) -> list[float]:
-        chunks = [(start, length) for _, start, length, _ in plan.chunks]
+        chunks = [(start, length) for _, start, length, _ in plan.chunks] if plan.chunks else ()
         steady = (plan.steady, plan.starts) if isinstance(plan, SteadyPlan) else (0, 0)
-        return [stage.total for stage in roofline(chunks, plan.bucket if padded else 0, steady)]
+        return roofline.totals(chunks, plan.bucket if padded else 0, steady)
 
     return seconds

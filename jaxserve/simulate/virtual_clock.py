@@ -22,6 +22,7 @@ from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
 from jaxserve.simulate.workload import DrawnPrompt, Workload
 
 EOS = 1  # the token that ends a request before its limit
+_NOTHING = IterationResult(tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))  # of a plan without chunks
 
 # Seconds of an iteration in each stage.
 StageSeconds = Callable[[IterationPlan], Sequence[float]]
@@ -76,10 +77,12 @@ class SimulatedDevice:
 
     def launch(self, plan: IterationPlan, now: float) -> float:
         """The time at which an iteration launched now leaves the last stage."""
+        free, busy = self._free, self.busy
         for stage, seconds in enumerate(self._seconds(plan)):
-            now = max(now, self._free[stage]) + seconds
-            self._free[stage] = now
-            self.busy[stage] += seconds
+            if free[stage] > now:
+                now = free[stage]
+            free[stage] = now = now + seconds
+            busy[stage] += seconds
         return now
 
 
@@ -115,7 +118,7 @@ class SimulatedCopies:
             self._loading.append((self._free, load))
 
     def landed(self, now: float) -> Iterator[Load]:
-        """The copies from the host that have landed."""
+        """Take the copies from the host that have landed."""
         while self._loading and self._loading[0][0] <= now:
             yield self._loading.popleft()[1]
 
@@ -190,7 +193,8 @@ class SimulatedReplica:
           in_flight: largest number of iterations in flight.
         """
         self.scheduler = scheduler
-        scheduler.outputs_of = partial(SimulatedOutputs, {})
+        self._events: dict[str, TokenEvent] = {}  # of live requests, made once
+        scheduler.outputs_of = partial(SimulatedOutputs, self._events)
         if isinstance(scheduler, SteadyScheduler):
             scheduler.last_of = lambda name: self._alive[name].last
             scheduler.advanced = self._advanced
@@ -239,33 +243,38 @@ class SimulatedReplica:
 
     def advance(self, until: float) -> None:
         """Run the loop's steps that begin before `until`. All arrivals up to it must be submitted."""
+        launched, copies, host, in_flight = self._launched, self._copies, self._host, self._in_flight
+        launch, watch, complete = self._device.launch, self._watch, self.scheduler.complete
+        schedule = self.scheduler.schedule if self.scheduler.pool.host is None else self._schedule
         while self._now < until:
-            self._admit_submitted()
-            for load in self._copies.landed(self._now):
-                self.scheduler.fetches.landed(load, intact=True)
-            while len(self._launched) < self._in_flight and (plan := self._schedule()) is not None:
-                self._now += self._host.launch
-                landing = self._device.launch(plan, self._now)
-                self._launched.append((plan, landing))
-                if self._watch is not None:
-                    self._watch(plan, landing)
-            if not self._launched:
-                if not self._copies.is_loading:
+            if self.submitted:
+                self._admit_submitted()
+            if copies.is_loading:
+                for load in copies.landed(self._now):
+                    self.scheduler.fetches.landed(load, intact=True)
+            while len(launched) < in_flight and (plan := schedule()) is not None:
+                self._now += host.launch
+                landing = launch(plan, self._now)
+                launched.append((plan, landing))
+                if watch is not None:
+                    watch(plan, landing)
+            if not launched:
+                if not copies.is_loading:
                     return
-                self._now = max(self._now, self._copies.next)
+                self._now = max(self._now, copies.next)
                 continue
-            landing = self._launched[0][1]
-            if self._host.polls and len(self._launched) < self._in_flight and self._now < until < landing:
+            landing = launched[0][1]
+            if host.polls and len(launched) < in_flight and self._now < until < landing:
                 return
-            plan, _ = self._launched.popleft()
-            self._now = max(self._now, landing) + self._host.complete
-            steady = 0
-            if isinstance(plan, SteadyPlan):
-                plan = self._land(plan)
-                steady = plan.steady
-            self._deliver(self.scheduler.complete(plan, self._answer(plan)), steady)
+            plan, _ = launched.popleft()
+            self._now = max(self._now, landing) + host.complete
+            steady = self._land(plan) if isinstance(plan, SteadyPlan) else 0
+            if events := complete(plan, self._answer(plan)):
+                steady += self._deliver(events)
+            self._settled.append((self._now, steady))
 
     def _schedule(self) -> IterationPlan | None:
+        """The next plan; copies from and to the host begin before it."""
         plan = self.scheduler.schedule()
         if (copies := self.scheduler.fetches.take_copies()) is not None:
             self._copies.start(copies, self._now)
@@ -286,6 +295,8 @@ class SimulatedReplica:
     def _answer(self, plan: IterationPlan) -> IterationResult:
         """The result that the device will return."""
         count = len(plan.chunks)
+        if not count:
+            return _NOTHING
         for admission in plan.admissions:
             self._last[admission.row] = self._alive[admission.request_id].last
         if self._early:
@@ -297,20 +308,20 @@ class SimulatedReplica:
             self._results[count] = IterationResult(tokens=zeros, logprobs=zeros.astype(np.float32))
         return self._results[count]
 
-    def _land(self, plan: SteadyPlan) -> SteadyPlan:
-        """Note the time when a plan's tokens come. Returns it with the rows that have been listed since."""
+    def _land(self, plan: SteadyPlan) -> int:
+        """Note the time when a plan's tokens come. Returns how many rows are only counted."""
         assert isinstance(self.scheduler, SteadyScheduler)
-        plan = self.scheduler.landing(plan, self._now)
+        self.scheduler.landing(plan, self._now)
         if plan.steady and self.gaps is not None:
             self.gaps.add(self._now - plan.group.landed[-2], plan.steady)
-        return plan
+        return plan.steady
 
     def _advanced(self, name: str, times: array[float]) -> None:
         self._alive[name].outcome.advance(times)
 
-    def _deliver(self, events: Iterable[TokenEvent], steady: int) -> None:
-        """Record the time of the events' tokens; so many more rows got one."""
-        settled, now, alive = steady, self._now, self._alive
+    def _deliver(self, events: Iterable[TokenEvent]) -> int:
+        """Record the time of the events' tokens. Returns how many tokens are no longer outstanding."""
+        settled, now, alive = 0, self._now, self._alive
         for event in events:
             _, outcome, uncached = alive[event.request_id]
             if generated := len(event.token_ids):
@@ -323,4 +334,5 @@ class SimulatedReplica:
                 settled += alive[event.request_id].arrival.max_tokens - outcome.tokens
                 outcome.ended()
                 del alive[event.request_id]
-        self._settled.append((now, settled))
+                self._events.pop(event.request_id, None)
+        return settled

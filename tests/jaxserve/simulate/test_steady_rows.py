@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -130,11 +131,14 @@ def test_most_rows_are_counted(stages):
         groups=CacheGroups(block_size=16, max_context=512, n_rows=8, most_tokens=64),
     )
     coming = [Arrival(0.1 * n, np.arange(30, dtype=np.int32) + n, 200, 200) for n in range(40)]
+    before = gc.get_threshold()
     engine.serve(coming)
     assert counted > 4 * listed
+    assert gc.get_threshold() == before
 
 
-def test_a_steady_request_can_be_aborted():
+def two_rows() -> SteadyScheduler:
+    """The scheduler of an engine with two rows, whose requests end at their limits."""
     engine = SimulatedEngine(
         config=EngineConfig(max_rows=2, buckets=SIZES),
         seconds=seconds,
@@ -144,14 +148,62 @@ def test_a_steady_request_can_be_aborted():
     )
     made = engine.scheduler(SteadyScheduler)
     assert isinstance(made, SteadyScheduler)
-    made.last_of = lambda _: 110
-    made.submit(Request(request_id="x", prompt=(1,) * 10, sampling=SamplingParams(max_tokens=101)))
-    result = IterationResult(tokens=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32))
-    plans: list = []
+    made.last_of = lambda name: made.requests.live[name].limit - 1
+    return made
+
+
+def request(name: str, answer: int) -> Request:
+    return Request(
+        request_id=name, prompt=(1,) * 10, sampling=SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
+    )
+
+
+def land(made: SteadyScheduler, plan: IterationPlan | None) -> list:
+    assert isinstance(plan, SteadyPlan)
+    made.landing(plan, 0.0)
+    return made.complete(plan, IterationResult(tokens=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32)))
+
+
+def test_a_steady_request_can_be_aborted():
+    made = two_rows()
+    made.submit(request("x", 101))
+    plans = []
     for _ in range(30):
         plans.append(made.schedule())
-        made.complete(made.landing(plans[-1], 0.0), result)
+        land(made, plans[-1])
     assert plans[-1].steady == made.num_running == 1
     assert [event.finish_reason for event in made.abort("x")] == [FinishReason.ABORTED]
     assert not made.has_work
     assert made.num_running == made.pool.slots_held == 0
+
+
+def test_a_row_that_is_listed_again_is_added_to_the_plans_that_counted_it_alone():
+    made = two_rows()
+    made.submit(request("x", 100))
+    prompt, decode = made.schedule(), made.schedule()
+    assert isinstance(prompt, SteadyPlan)
+    assert isinstance(decode, SteadyPlan)
+    assert (prompt.num_rows, prompt.steady, decode.num_rows, decode.steady) == (1, 0, 1, 1)
+    made.abort("x")
+    assert [chunk.length for chunk in prompt.chunks] == [10]
+    assert (prompt.steady, decode.steady, len(decode.chunks), decode.starts) == (0, 0, 1, 0)
+    assert land(made, prompt) == land(made, decode) == []
+    assert not made.has_work
+
+
+def test_a_row_whose_last_plan_is_in_flight_can_be_aborted():
+    made = two_rows()
+    made.submit(request("x", 5))
+    made.submit(request("y", 100))
+    plans = [made.schedule(), made.schedule()]
+    while plans[-1] is None or plans[-1].num_rows == 2:
+        land(made, plans.pop(0))
+        plans.append(made.schedule())
+    last, after = plans
+    assert isinstance(last, SteadyPlan)
+    assert isinstance(after, SteadyPlan)
+    assert (last.steady, after.steady) == (2, 1)
+    made.abort("x")
+    assert [(each.steady, len(each.chunks)) for each in (last, after)] == [(1, 1), (1, 0)]
+    assert land(made, last) == land(made, after) == []
+    assert made.num_running == 1

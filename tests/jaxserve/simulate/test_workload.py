@@ -187,3 +187,13 @@ def test_a_rate_is_a_number_above_0(rate):
 def test_a_missing_trace_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"absent\.csv.*cannot be read"):
         load.read_trace(tmp_path / "absent.csv", max_context=8, vocab_size=9, seed=0)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 256, 300])
+def test_drawn_tokens_are_spread_over_the_vocabulary(vocab_size):
+    tokens = load.DrawnPrompt(100 * vocab_size, vocab_size, 0, 1).tokens()
+    counts = np.bincount(tokens, minlength=vocab_size)
+    assert tokens.dtype == np.int32
+    assert len(counts) == vocab_size
+    assert 50 < counts.min() <= counts.max() < 150
+    assert not np.array_equal(tokens, load.DrawnPrompt(100 * vocab_size, vocab_size, 0, 1).shifted(1).tokens())
