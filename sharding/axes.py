@@ -1,4 +1,4 @@
-"""Mesh axes as data: names and sizes, from a text such as `data=2,tensor=4` or from the [mesh] of a spec file.
+"""Mesh axes as data: names and sizes, from `data=2,tensor=4` or a spec file's [mesh].
 
 No jax.
 """
@@ -42,7 +42,7 @@ def named(file: str | Path | Mapping[str, Any] | None) -> str:
 
 
 def entries(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of a TOML file, or a copy of contents. Raises ValueError if it cannot be read."""
+    """The contents of a TOML file, or a copy of contents. Raises ValueError if unreadable."""
     if isinstance(path, Mapping):
         return dict(path)
     try:
@@ -54,7 +54,7 @@ def entries(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_stage(axes: Mapping[str, int], tensor: int) -> dict[str, int]:
-    """The axes of one stage's devices, the last of which runs fastest. There is always one named "tensor"."""
+    """Axes of one stage's devices, the last fastest; one is always named "tensor"."""
     own = {name: size for name, size in axes.items() if name != STAGE}
     return own if TENSOR in own else {**own, TENSOR: tensor}
 

@@ -198,7 +198,7 @@ def parse(text: str) -> Topology:
 
 
 def of_kind(device_kind: str, count: int) -> Topology | None:
-    """`count` devices of the kind that jax names so, near each other; None if the kind is not in the table."""
+    """`count` devices of the kind with this jax name, near each other; None if unknown."""
     start = next((start for start in _KINDS if device_kind.startswith(start)), None)
     if start is None:
         return None

@@ -28,7 +28,7 @@ class PlanDifference(NamedTuple):
 
 
 def differences(ours: Plan, theirs: Plan) -> list[PlanDifference]:
-    """The values in which two plans differ, in the order of the report; one entry for stages that differ alike."""
+    """The values in which two plans differ, in the report's order; like stages share one."""
     one, other, found = _facts(ours), _facts(theirs), []
     for what in dict.fromkeys([*one, *other]):
         (text, before), (new, after) = one.get(what, _missing(ours, what)), other.get(what, _missing(theirs, what))
@@ -70,7 +70,7 @@ _BAR = 60  # characters of a bar
 
 
 def memory(plans: tuple[Plan, Plan], names: tuple[str, str]) -> Section:
-    """The memory of a device as bars: of each stage of both plans, under the names of their specs."""
+    """A device's memory as bars, for each stage of both plans, under the names of their specs."""
     rows = [
         (name, str(index), _bar(stage, plan.memory[0]), f"{100 * stage.total / plan.memory[0]:.1f}%", size(stage.free))
         for plan, name in zip(plans, names, strict=True)
@@ -81,7 +81,7 @@ def memory(plans: tuple[Plan, Plan], names: tuple[str, str]) -> Section:
 
 
 def _bar(stage: StagePlan, whole: int) -> str:
-    """A bar with a letter for each use. Ends are rounded rather than lengths, so that the sum is right."""
+    """A bar with a letter for each use; ends are rounded, not lengths, so that the sum is right."""
     uses = (("w", stage.weights), ("p", stage.pool), ("a", stage.activations + stage.state))
     bar, held = "", 0
     for letter, nbytes in uses:

@@ -1,4 +1,4 @@
-"""Figures without pyplot: no display and no global backend is involved. Needs matplotlib (`jaxserve[plots]`)."""
+"""Figures without pyplot: no display, no global state. Needs matplotlib (`jaxserve[plots]`)."""
 
 from __future__ import annotations
 

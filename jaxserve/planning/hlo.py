@@ -47,7 +47,7 @@ def collectives(text: str) -> list[CollectiveOp]:
 
 
 def _group(line: str) -> int:
-    """Devices of a group, from `replica_groups=` and `{{0,1},{2,3}}`, `[2,2]<=[4]` or `mesh['x'=2,'y'=2] {'x'}`."""
+    """Devices of a group: `replica_groups=` and `{{0,1}}`, `[2,2]<=[4]` or `mesh['x'=2] {'x'}`."""
     match = _GROUPS.search(line)
     if match is None:
         return 0
@@ -88,7 +88,7 @@ def _arrays(shape: str) -> list[tuple[str, int]]:
 
 
 def _results(arrays: list[tuple[str, int]], op: str) -> list[tuple[str, int]]:
-    """The results of a start whose arrays are operands, as many results and, for permutes, two contexts of u32[]."""
+    """Results of a start with array operands: as many, and for permutes two contexts of u32[]."""
     if op == "collective-permute":
         arrays = [each for each in arrays if each[0] != "u32[]"]
     return arrays[len(arrays) // 2 :] if op in KINDS else arrays[:1]

@@ -1,4 +1,4 @@
-"""Reads from a scheduled program which collectives run while the device multiplies, and which it waits for."""
+"""Reads from a scheduled program which collectives run beside the matmuls and which do not."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def _scheduled(parts: dict[str, list[str]], name: str, times: int) -> Iterator[E
 
 
 def _trips(body: list[str]) -> int:
-    """How often a loop runs that multiplies by parts as they go around a ring: so often that each part comes once."""
+    """How often a ring loop of matmuls by parts runs: until each part has come once."""
     rings = [match[1].count("},{") + 1 for line in body if (match := _RING.search(line)) is not None]
     return max(rings[0] // len(rings), 1) if rings else 1
 
 
 def _sent(lines: list[str], caller: str) -> Iterator[tuple[str, float]]:
-    """(kind, bytes sent by a device) of the collectives among instructions, which may be what a caller calls."""
+    """(kind, bytes sent by a device) of collectives among instructions, called ones included."""
     for op in collectives("\n".join(lines)):
         share = (op.group - 1) / op.group if op.group else 1.0
         scattered = op.kind == "all-reduce" and "calls=%all-reduce-scatter" in caller  # so TPUs have reduce-scatters

@@ -113,7 +113,7 @@ def by_kind(plan: Plan) -> Section:
 
 
 def payloads(plan: Plan, bucket: int) -> dict[str, tuple[int, float]]:
-    """Kind of collective -> (number, bytes of their results) in one iteration of all stages; none if unknown."""
+    """Kind of collective -> (number, result bytes) of one iteration; none if unknown."""
     found: dict[str, tuple[int, float]] = {}
     for each in (each for stage in plan.stages for each in stage.load.collectives or ()):
         count, payload = found.get(each.kind, (0, 0.0))

@@ -1,4 +1,4 @@
-"""Plans a model on devices that this machine need not have: `jaxserve.plan`, which the command of that name calls."""
+"""Plans a model on devices that need not be here: `jaxserve.plan`, behind the command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(
     progress: Progress = lambda what, done, total: None,
     **settings: Any,
 ) -> PlanResult:
-    """Predict bytes, slots, collectives and milliseconds of a model on devices that this machine need not have.
+    """Predicts a model's bytes, slots, collectives and milliseconds on devices not here.
 
     Args:
       model: a name (a wrong one lists them), a config.json or a checkpoint directory.
@@ -141,7 +141,7 @@ def _name(spec: Spec, otherwise: str) -> str:
 def _result(
     asked: Deployment, name: str, compile: str | None, progress: Progress, *, if_known: bool = True
 ) -> PlanResult:
-    """The plan, compiled if that is wanted. Without `if_known`, only if it has unknown collectives."""
+    """The plan, compiled if wanted. Without `if_known`, only if it has unknown collectives."""
     plan = predict(asked)
     if compile is None or (plan.is_known and not if_known):
         return PlanResult(plan=plan, name=name, predicted=plan)

@@ -1,4 +1,4 @@
-"""The result of `jaxserve.plan`: a plan, what it is compared with, and its programs; shown as tables or as a page."""
+"""The result of `jaxserve.plan`: the plan, its comparison, its programs; tables or a page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlanResult:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the two compared plans are called: by their specs or, if these are called the same, by their layouts."""
+        """Names of two compared plans: their specs', or their layouts if these are the same."""
         assert self.against is not None
         if self.name != self.against.name:
             return self.name, self.against.name

@@ -59,7 +59,7 @@ class Candidate:
         return f"{self.engine.stage_devices} x {self.engine.stages} x {self.engine.replicas}"
 
     def spent(self) -> dict[str, float]:
-        """Device milliseconds for each token with as many rows as fit: by part, and of waiting for the slowest stage.
+        """Device milliseconds a token with as many rows as fit: by part, and waiting for a stage.
 
         They are what all devices spend, so they add up to devices / (tokens/s).
         """

@@ -82,7 +82,7 @@ def _held(candidate: Candidate) -> int:
 
 
 def _losers(result: SearchResult) -> Section:
-    """Those below the ranking, grouped by what they spend most on, and those that are not possible."""
+    """Layouts below the ranking, grouped by their largest cost, and the impossible ones."""
     groups: dict[str, list[Candidate]] = {}
     for each in result.candidates[_SHOWN:] + result.slower:
         groups.setdefault(_main_reason(each, result), []).append(each)
@@ -149,7 +149,7 @@ def _candidate_json(candidate: Candidate, best: Candidate) -> dict[str, Any]:
 
 
 def plot(candidates: Sequence[Candidate], title: str, path: Path) -> None:
-    """Plot throughput over latency: the frontier, its layouts and the fastest others, each with its best rules."""
+    """Plots throughput over latency: the frontier and the fastest others, at their best rules."""
     figure = drawing.figure(8.5, 5)
     axis = figure.subplots()
     best: dict[str, Candidate] = {}

@@ -1,4 +1,4 @@
-"""The layouts that a search tries: meshes of all axes over a set of devices, and the rules for them."""
+"""The layouts that a search tries: meshes of all axes over some devices, and their rules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Split(NamedTuple):
 
 
 def layouts(deployment: Deployment) -> Iterator[Layout]:
-    """All layouts over the tensor axis, a second one, gathered weights, experts and tokens, with stages and replicas.
+    """All layouts: two axes, gathered weights, experts, tokens, stages and replicas.
 
     Replicas are the data axis: each has a pool of its own, which copies within a stage do not.
     """
@@ -113,7 +113,7 @@ def _on_tokens(deployment: Deployment, tensor: int) -> Iterator[_Split]:
 
 
 def _on_two_axes(deployment: Deployment, tensor: int, other: int) -> Iterator[_Split]:
-    """The tensor axis and another: for vocabulary and feed-forward, for experts, or to gather weights over."""
+    """The tensor axis and another: vocabulary and feed-forward, experts, or gathered weights."""
     base, counts = deployment.spec, model_of(deployment.config).axis_sizes()
     if tensor > 1:
         both: Target = (axes.TENSOR, _SECOND)
@@ -133,7 +133,7 @@ def _on_two_axes(deployment: Deployment, tensor: int, other: int) -> Iterator[_S
 def _split(
     base: ShardingSpec, name: str, tensor: int, other: int, rules: Mapping[str, Target], told: str, **more: Any
 ) -> _Split:
-    """A mesh of two axes, and the rules that are not the base's. What the base does not split stays whole."""
+    """A mesh of two axes and the rules unlike the base's; what the base keeps whole stays whole."""
     changed = {
         axis: target
         for axis, target in rules.items()

@@ -51,7 +51,7 @@ _WORDS = (
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table without lines, aligned right but for columns of words; where it is too wide, words wrap."""
+    """A table without lines, right-aligned but for words, which wrap where it is too wide."""
     made, rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False), list(rows)
     for at, column in enumerate(columns):
         if column in _WORDS:

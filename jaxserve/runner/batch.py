@@ -119,7 +119,7 @@ class BatchView(NamedTuple):
 
 
 class PackedPlan(NamedTuple):
-    """A plan in the form that the device takes: the iteration, and the writes to rows that come before it.
+    """A plan in the device's form: the iteration, and the writes to rows that come before it.
 
     Attributes:
       drafts: int32[layout.drafts, 3] row, position and token of each drafted token; None without drafts.
@@ -210,7 +210,7 @@ def unpack(
     tables: Int32[jax.Array, "rows entries"],
     history: Int32[jax.Array, "rows max_context"] | None,
 ) -> tuple[BatchView, Int32[jax.Array, "rows entries"]]:
-    """Unpacks a plan; returns the view, with the block tables of all groups, and the updated tables. Traced."""
+    """Unpacks a plan into the view, with all groups' block tables, and the new tables. Traced."""
     chunks, changes = _split(packed, layout)
     rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
     tables = tables.at[changes[:, 0], changes[:, 1]].set(changes[:, 2], mode="drop")
@@ -245,7 +245,7 @@ def of_group(batch: AttentionBatch, group: int, groups: CacheGroups) -> Attentio
 
 
 class SamplePoints(NamedTuple):
-    """Where sampled tokens go: S entries, one for each sample of a chunk, and one for a chunk without samples.
+    """Where sampled tokens go: S entries, one for each sample of a chunk or a chunk without any.
 
     Attributes:
       rows: int32[S].
@@ -266,7 +266,7 @@ def sample_points(points: Int32[jax.Array, "S 3"]) -> SamplePoints:
 def _points(
     chunks: Int32[jax.Array, "C 4"], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
 ) -> tuple[Int32[jax.Array, " S"], Int32[jax.Array, "S 3"]]:
-    """The flat token before each sample position, and row, position and whether it is sampled. Traced."""
+    """The flat token before each sample position; row, position, whether it is sampled. Traced."""
     rows, ends, samples = chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3]
     last = jnp.maximum(offsets[1:] - 1, 0)
     if not layout.draft_tokens:  # one sample position per chunk
@@ -291,7 +291,7 @@ def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowSta
 
 
 def pack_admission(admission: Admission, layout: BatchLayout) -> np.ndarray:
-    """Packs an admission into one int32 array: row, block table, history, bits of the sampling parameters."""
+    """Packs an admission into one int32 array: row, block table, history, sampling bits."""
     values = sampler.encode(admission.sampling, admission.prompt_length, admission.endings)
     head = np.zeros(1 + layout.entries + layout.max_context, np.int32)
     head[0] = admission.row

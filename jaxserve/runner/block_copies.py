@@ -60,7 +60,7 @@ def load(
 
 
 def checksum(data: Any) -> jax.Array:
-    """Two sums of all values' bits, each times an odd number that depends on its place: uint32[2].
+    """Two sums of all values' bits times odd numbers by their places: uint32[2].
 
     No change of a single value goes unnoticed, and others with a chance of 2**-64. It is no protection against
     somebody who can write to the host's memory.

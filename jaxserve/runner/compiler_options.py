@@ -1,4 +1,4 @@
-"""Options that the engine's programs are compiled with, by platform, and why; plans compile with the same."""
+"""Compiler options of the engine's programs, by platform, with reasons; plans use the same."""
 
 from __future__ import annotations
 

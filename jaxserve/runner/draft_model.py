@@ -98,7 +98,7 @@ class DraftModel:
 
 
 def check_draft_model(path: str, programs: StagePrograms) -> None:
-    """Raises ValueError if the model there has another vocabulary, or positions for fewer tokens."""
+    """Raises ValueError if the model there has another vocabulary or fewer positions."""
     theirs, ours = weights.read_config(path), programs.model.config
     if theirs.vocab_size != ours.vocab_size:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_draft_model(path: str, programs: StagePrograms) -> None:
 def draft_runner(
     config: EngineConfig, programs: StagePrograms, cache: ProgramCache | None, progress: Progress
 ) -> StageRunner:
-    """The model that drafts, on the device of the one that it drafts for, in blocks of the same size."""
+    """The drafting model on the device of its target, in blocks of the same size."""
     path = config.draft_model
     assert path is not None
     shape, dtype = programs.shape, programs.shape.attention.dtype

@@ -30,7 +30,7 @@ class _Wanted(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """Loads that were launched together, and of each stage whether each block is intact, bool[COUNT]."""
+    """Loads launched together, and whether each block is intact on each stage, bool[COUNT]."""
 
     loads: Sequence[Load]
     intact: Sequence[Any]

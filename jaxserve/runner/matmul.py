@@ -1,4 +1,4 @@
-"""Matrix products of the compiled programs: kernels of ours where they are faster, XLA's elsewhere.
+"""Matrix products of the compiled programs: our kernels where faster, else XLA's.
 
 The only place that knows about `pallas_kernels.cpu.product` and `pallas_kernels.gpu.grouped`. Models call
 `DeviceProducts` (see `products.bind`).
@@ -87,7 +87,7 @@ class DeviceProducts:
         weights: Float32[jax.Array, "T k"],
         kernels: experts.Kernels,
     ) -> Float32[jax.Array, "T H"]:
-        """Each device computes with the experts, or the parts of them, that it has; their shares are added up."""
+        """Each device computes with its experts, or its parts of them; the shares are added up."""
         if self.mesh is None or self.spec is None or self.mesh.size == 1:
             return compute(x, chosen, weights, kernels, product=self._runs, first=0)
         mesh, of_layer = self.mesh, f"layers.{self.layer}.experts.down.kernel"  # whose rules hold for the others too
@@ -130,7 +130,7 @@ _EXPERT_AXES = {
 
 
 def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
-    """Multiplies tiles of a run's rows, so that the kernel of an expert without rows is not read.
+    """Multiplies tiles of a run's rows, so that experts without rows are not read.
 
     XLA's CPU compiler would multiply every row by every kernel.
     """
@@ -177,7 +177,7 @@ def _dot_wide(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _dot_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies with the operand order that is fastest in XLA's CPU matmul (measured in jax 0.10.2).
+    """Multiplies with the operand order fastest in XLA's CPU matmul (measured in jax 0.10.2).
 
     From a few to about 200 rows this is kernel times x: half the time of the reverse at 8 rows in float32, five sixths
     at 32 in bfloat16. XLA would swap the operands to remove the transpose, hence the barrier. For more rows it is
@@ -209,7 +209,7 @@ def _dot_tiles(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
 
 
 def _dot_integers(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
-    """Multiplies as integers: each row of x becomes the sum of two int8 rows (15 bits); integer sums are exact.
+    """Multiplies as integers: a row of x is the sum of two int8 rows (15 bits), summed exactly.
 
     The kernel is read in place. One row takes half the time of a bfloat16 kernel, 8 rows the same, more are slower.
     """

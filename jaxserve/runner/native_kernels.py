@@ -15,7 +15,7 @@ STEP = "compiling the CPU kernels (C++; kept for later starts)"
 
 @contextlib.contextmanager
 def compiling(progress: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Compiles them while the block runs, if this machine has none yet. That takes up to a minute."""
+    """Compiles them while the block runs if this machine has none yet, up to a minute."""
     if jax.default_backend() != "cpu" or build.is_compiled():
         yield
         return

@@ -59,7 +59,7 @@ class Stage(Protocol):
 
 
 class _TokenFeed(NamedTuple):
-    """Tokens for the first stage: points int32[P, 3] and the tokens sampled at the first S of them, int32[2, S].
+    """Tokens for the first stage: points int32[P, 3], and those sampled at the first S of them.
 
     Each is on the devices that made it, or None on a host without them.
     """
@@ -141,7 +141,7 @@ class Pipeline:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether stages may be on other hosts: their weights cannot be replaced from here, nor their work timed."""
+        """Whether stages may be on other hosts: no weights replaced nor work timed from here."""
         return False
 
     @property
@@ -155,7 +155,7 @@ class Pipeline:
         return 0
 
     def connect(self, scheduler: Scheduler) -> None:
-        """Withdraw rows whose grammar masks are late from this scheduler's plans; without one, wait for the masks."""
+        """Withdraws rows with late grammar masks from this scheduler's plans; without one, waits."""
         self._scheduler = scheduler
 
     def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
@@ -195,7 +195,7 @@ class Pipeline:
         return self.in_flight <= len(self.stages)
 
     def can_launch(self) -> bool:
-        """Sample the newest iteration if it waits for grammar masks; whether another may be launched."""
+        """Samples the newest iteration if it waits for masks; whether another may be launched."""
         return self._sample_masked() and self.has_room
 
     def launch(self, plan: IterationPlan, packed: PackedPlan) -> None:
@@ -236,7 +236,7 @@ class Pipeline:
         return True
 
     def _may_withdraw(self, missing: int) -> bool:
-        """Whether to withdraw the rows whose masks are missing: the layers have run, and other requests are live."""
+        """Whether to withdraw rows without masks: the layers have run, and other requests are live."""
         if self._scheduler is None or missing >= self._scheduler.num_running + self._scheduler.num_waiting:
             return False
         return self._is_idle
@@ -271,7 +271,7 @@ class Pipeline:
         return plan, result
 
     def take_landed(self) -> int:
-        """Number of completed iterations whose tokens are fed back to stage 0 before the next launch."""
+        """Completed iterations whose tokens return to stage 0 before the next launch."""
         landed, self._landed = self._landed, 0
         return landed
 

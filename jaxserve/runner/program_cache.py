@@ -1,4 +1,4 @@
-"""A cache of compiled programs on disk, so that the next start neither traces nor compiles them.
+"""A disk cache of compiled programs: the next start neither traces nor compiles them.
 
 jax's own compilation cache looks a program up by its text, so it must be traced and lowered first, which takes several
 times as long as loading it. This cache looks a program up by what determines it: this code, library versions, machine,
@@ -146,12 +146,12 @@ def _ids(devices: Sequence[Any]) -> list[int]:
 
 
 def _places(devices: Sequence[Any]) -> list[int] | int:
-    """What of the devices determines a program: their places on TPUs, and their number elsewhere."""
+    """What of the devices determines a program: places on TPUs, the number elsewhere."""
     return _ids(devices) if devices[0].platform == "tpu" else len(devices)
 
 
 def _keep(path: Path, program: jax.stages.Compiled, devices: Sequence[Any]) -> None:
-    """Write a program to a temporary file and rename it, so that a file with its name is complete."""
+    """Writes a program to a temporary file and renames it: a file with its name is complete."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         entry = pickle.dumps((_ids(devices), *serialize_executable.serialize(program)))

@@ -63,7 +63,7 @@ def parameters_of(stage: StagePrograms) -> dict[str, ShardedParameter]:
 
 
 def parameters_of_stages(stages: Sequence[StagePrograms]) -> list[dict[str, ShardedParameter]]:
-    """The parameters of each stage of a model by name; their meshes have the same axes, so they are described once."""
+    """Each stage's parameters by name; their meshes have equal axes, so they are described once."""
     first, model = stages[0], stages[0].model
     dtype = jnp.dtype(first.shape.attention.dtype)
     described = weights.describe(model, dtype, first.place, int8=first.int8)
@@ -110,7 +110,7 @@ def _part(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Shard
 
 
 def _bytes_held(leaf: jax.ShapeDtypeStruct, local: tuple[int, ...]) -> int:
-    """Bytes of a device's part; where the layout is ours, with the padding to whole tiles of a TPU's memory."""
+    """Bytes of a device's part; in layouts of ours, padded to whole tiles of a TPU's memory."""
     layout, sizes = leaf.format.layout, list(local)
     if isinstance(layout, Layout):
         tiles = (32 if leaf.dtype.itemsize == 1 else 8, 128)
@@ -120,12 +120,12 @@ def _bytes_held(leaf: jax.ShapeDtypeStruct, local: tuple[int, ...]) -> int:
 
 
 def is_of_experts(axes: tuple[str, ...]) -> bool:
-    """Whether a parameter holds a part for each expert, of which an iteration reads those that serve its tokens."""
+    """Whether a parameter has a part an expert, of which an iteration reads those it needs."""
     return axes[0] == "expert"
 
 
 def group_layers(stages: Sequence[Iterable[ShardedParameter]]) -> list[tuple[ShardedParameter, ...]]:
-    """Merges the parameters of each stage that differ only in their layer; `*` replaces the layer.
+    """Merges each stage's parameters that differ only in their layer; `*` replaces the layer.
 
     Layers that the spec shards differently stay separate entries with the layers of each: layers.0-3,8.up.kernel.
     """

@@ -99,7 +99,7 @@ class StageRunner:
         self.params = self._own(params)
 
     def temporaries(self) -> int:
-        """Peak bytes of the largest iteration on a device beside its arguments, from the compiled programs."""
+        """Most bytes that an iteration takes on a device beside its arguments, as compiled."""
         programs = [self._compiled(self.programs.lower_forward, self.buckets[-1], 1)]
         if self.programs.is_last:
             self._compile(self._head, self._counts[-1], self.programs.lower_head, self._counts[-1])
@@ -177,7 +177,7 @@ class StageRunner:
         return self._cache.get(made_from, devices, lambda: lower(*sizes).compile(options))
 
     def _whole(self, values: Any) -> jax.Array:
-        """A host array on every device of this stage; other hosts with such devices hold the same array."""
+        """A host array on every device of this stage; other hosts of the stage hold the same."""
         held = np.asarray(values)
         return jax.make_array_from_callback(held.shape, self.programs.everywhere, lambda index: held[index])
 
@@ -202,7 +202,7 @@ class StageRunner:
         return self._store[group](self.pool, _padded(blocks))[: len(blocks)]
 
     def load(self, group: int, blocks: Sequence[int], held: Sequence[HostBlock]) -> jax.Array:
-        """Enqueues the writing of as many blocks; returns bool[COUNT], whether each has its checksum."""
+        """Enqueues the writing of COUNT blocks; returns bool[COUNT]: whether the checksum is right."""
         entries = tuple(held) + (held[0],) * (COUNT - len(held))
         self.pool, intact = self._load[group](self.pool, _padded(blocks), entries)
         intact.copy_to_host_async()
@@ -222,7 +222,7 @@ class StageRunner:
         return out
 
     def sample(self, plan: IterationPlan, out: Forward, allowed: np.ndarray | None = None) -> Launched:
-        """Enqueues prompt scoring, pooling, head and sampler, as far as the plan needs them; last stage only.
+        """Enqueues the scoring, pooling, head and sampler that the plan needs; last stage only.
 
         Args:
           allowed: uint32[S, words] grammar masks (`sampler.sample`); None allows everything. The array must not be
@@ -249,7 +249,7 @@ class StageRunner:
         return launched
 
     def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
-        """Enqueues the tokens int32[2, S] that the last stage sampled, for the first stage's histories."""
+        """Enqueues the last stage's tokens int32[2, S] for the first stage's histories."""
         assert points is not None
         assert chosen is not None
         history = self._feed[chosen.shape[1]](self._state.history, points, chosen)

@@ -1,4 +1,4 @@
-"""Which evicted blocks are kept in host memory, and the copies that this takes. Imports no jax.
+"""Which evicted blocks host memory keeps, and the copies for that. Imports no jax.
 
 The pool evicts a block by giving it to another request. The host cache then asks for a copy of it, to be launched
 before the iteration that writes the block: the device runs in order, so the copy is whole. A prompt that begins with
@@ -30,7 +30,7 @@ class Store(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """The blocks of a prefix that come back from the host, and those on the device that it begins with.
+    """A prefix's blocks that come back from the host, and those it begins with on the device.
 
     Attributes:
       holder: holds the blocks until they can be found on the device.
@@ -64,7 +64,7 @@ class Load(NamedTuple):
 
 
 class HostCopies(NamedTuple):
-    """Copies to launch before the next iteration: all stores, then all loads; then `drops` are forgotten."""
+    """Copies before the next iteration: all stores, then all loads; then `drops` are forgotten."""
 
     stores: list[Store]
     loads: list[Load]

@@ -28,7 +28,7 @@ class RequestOrder(Protocol):
 
 
 class ArrivalOrder:
-    """First come, first served within a priority. One level of priority outweighs PRIORITY_SECONDS of waiting."""
+    """First come, first served; a priority level outweighs PRIORITY_SECONDS of waiting."""
 
     def key(self, arrival: float, priority: int, uncached: int) -> float:
         """The arrival, less what its priority outweighs."""

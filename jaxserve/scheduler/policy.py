@@ -180,7 +180,7 @@ class ObjectiveTokenBudget(DefaultTokenBudget):
         return super().prompt_budget(requests, plan, decode_budget)
 
     def paced(self, decodes: int, prompt_tokens: int, reads: float) -> int | None:
-        """Most tokens of an iteration in time: a bucket's, or the limit. None if the target is out of reach.
+        """Most tokens of an iteration in time: a bucket's or the limit; None if out of reach.
 
         Args:
           decodes: rows that decode in it.

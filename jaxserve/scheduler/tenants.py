@@ -1,4 +1,4 @@
-"""Fair shares of the device between tenants: the waiting requests of each, and whose turn it is.
+"""Fair shares of the device between tenants: their waiting requests, and whose turn it is.
 
 It is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI'24: every tenant has
 a counter of the tokens computed for it, and the waiting tenant with the smallest counter is next. A tenant that begins
@@ -43,7 +43,7 @@ class Tenant:
 
 
 class FairQueue:
-    """The waiting requests of all tenants: the tenant whose turn it is goes first, and its first request by key.
+    """Waiting requests of all tenants: first the tenant whose turn it is, its requests by key.
 
     With one tenant it is that tenant's queue, and nothing is counted. Otherwise the cost of an operation grows with the
     logarithm of the number of tenants that wait.
@@ -146,7 +146,7 @@ class FairQueue:
         self.num_tokens -= len(state.tokens)
 
     def charge_prompt(self, state: RequestState) -> None:
-        """Count the uncomputed tokens of an admitted request, at once, so that the next turn may be another's."""
+        """Counts an admitted request's uncomputed tokens at once: the next turn may be another's."""
         if self.is_shared:
             state.tenant.served += self._prompt_seconds * (state.length - state.computed) / state.tenant.share
 

@@ -1,4 +1,4 @@
-"""The slot pool of layers with a sliding window, which gets blocks back while a request goes on."""
+"""The slot pool of layers with a sliding window: blocks return while a request goes on."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class WindowPool(SlotPool):
             self._drop(block)
 
     def _promised(self, before: int, after: int) -> int:
-        """Blocks promised in all if a request that was promised `before` is promised `after` (its whole length)."""
+        """Blocks promised in all once a request goes from `before` to `after` (its whole length)."""
         bound = self._bound
         beyond = self._beyond + max(after - bound, 0) - max(before - bound, 0)
         return self._set_aside + min(after, bound) - min(before, bound) + min(beyond, self._spare)

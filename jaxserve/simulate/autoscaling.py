@@ -182,7 +182,7 @@ class Sample(NamedTuple):
 
 
 class ScaledFleet:
-    """Starts and stops replicas by a rule; those that are ready take requests (a `fleet.Scaling`).
+    """Starts and stops replicas by a rule; ready ones take requests (a `fleet.Scaling`).
 
     A replica that starts is ready after a fixed time. The newest are stopped first. One that is told to stop ends its
     requests, and its cache is lost.
@@ -248,7 +248,7 @@ class ScaledFleet:
         self.samples.append(Sample(now, owed, wanted, len(self.ready)))
 
     def _average(self, now: float) -> float:
-        """Seconds of work of all replicas, each averaged over its samples; those that start have none."""
+        """Seconds of work of all replicas, averaged over samples; starting ones have none."""
         self._owed.append(
             {id(pod): self._owed_seconds(self._replicas[pod.place], now) for pod in self._alive if pod.ready <= now}
         )

@@ -1,4 +1,4 @@
-"""`jaxserve simulate --autoscale`: replicas that follow the load, compared with fleets of a fixed size."""
+"""`jaxserve simulate --autoscale`: replicas that follow the load, against fixed fleets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS = 24  # lines of the summary: hours, if the traffic is a day
 
 
 class DayJobs(Sequence[Job]):
-    """The jobs of a workload, moved so that their rate follows a day: a cosine from its quietest time to the peak.
+    """A workload's jobs at the rate of a day: a cosine from its quietest time to the peak.
 
     Order, lengths and what is together stay as they are.
     """
@@ -92,7 +92,7 @@ def compare(
     max_tokens: int | None,
     progress: Callable[[str, int, int], None],
 ) -> list[FleetResult]:
-    """Serve the workload with replicas that follow a rule, and with fixed fleets: of the mean size and of the largest.
+    """Serves the workload with replicas by a rule, and with fleets of the mean and largest size.
 
     A mean between two sizes is both of them.
 

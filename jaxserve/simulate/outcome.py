@@ -90,7 +90,7 @@ class Outcome:
 
 
 class ShortOutcome(NamedTuple):
-    """The outcome of one job without the times of its tokens between the first and the last (see `Outcome`).
+    """A job's outcome without the times of its inner tokens (see `Outcome`).
 
     Attributes:
       tokens: number of generated tokens; without any, `start` and `end` say nothing.
@@ -131,7 +131,7 @@ class GapCounts:
         self.last, self.run = 0.0, 0
 
     def count(self, gap: float) -> None:
-        """Count a gap that is not `last`. Those of one iteration are mostly equal, and a run is counted at once."""
+        """Counts a gap that is not `last`; a run of equal ones, as an iteration has, at once."""
         if self.run:
             self.add(self.last, self.run)
         self.last, self.run = gap, 1

@@ -93,7 +93,7 @@ def system_of(plan: Plan, config: EngineConfig) -> SimulatedEngine:
 
 
 def _block_bytes(plan: Plan, group: int) -> list[tuple[int, int]]:
-    """Of each stage: its devices, and bytes of its part of a block of a cache group on each of them."""
+    """Each stage's devices, and bytes of its part of a cache group's block on each of them."""
     return [
         (
             math.prod(stage.load.mesh.values()),
@@ -171,7 +171,7 @@ def _mixed(incoming: Sequence[Arrival], policy: Policy, seed: int) -> tuple[Sequ
 
 
 def _flooded(incoming: Sequence[Arrival], times: float, seed: int) -> list[Arrival]:
-    """The traffic, and that of another tenant: copies with other tokens, each of which begins elsewhere in it."""
+    """The traffic, and another tenant's: copies with other tokens, each begun elsewhere."""
     duration = incoming[-1].time
     mixed = [each._replace(tenant="trace") for each in incoming]
     offsets = np.random.default_rng([seed, 5]).random(-int(-times // 1)) * duration

@@ -171,7 +171,7 @@ def _convert_leaves(
     like: models.Model,
     move: Callable[[StoredLayout, Any, tuple[int, ...]], Any],
 ) -> models.Params:
-    """Applies `move` (`StoredLayout.pad` or `unpad`) to leaves with other shapes than those of `like`."""
+    """Applies `move` (`StoredLayout.pad` or `unpad`) to leaves shaped unlike those of `like`."""
     wanted = parameters(model.unpadded, jnp.dtype(jnp.float32))
     shapes = [leaf.shape for leaf in jax.tree.leaves(like.shapes(jnp.float32))]
     leaves, structure = jax.tree.flatten(params, is_leaf=is_matrix)

@@ -35,7 +35,7 @@ class Group:
 
 
 def settings(flags: Sequence[str], group: Group | None, host: int = 0) -> ServeSettings:
-    """The settings of one host, whose engine process is restarted. Raises UserError for a wrong flag."""
+    """One host's settings; its engine process is restarted. Raises UserError for a wrong flag."""
     given = ["serve", "--supervise", *flags]
     if group is None:
         return serve.from_flags(cli.parser().parse_args(given))

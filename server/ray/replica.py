@@ -178,7 +178,7 @@ class RoutedReplica(Replica):
 
 
 def without_request_id(app: ASGIApp) -> ASGIApp:
-    """The application without the header `x-request-id` in its responses: Serve adds the same one."""
+    """The application without `x-request-id` in its responses: Serve adds the same header."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_without(message: Message) -> None:
