@@ -33,7 +33,7 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
 
 
 def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bool:
-    """Whether the compiler leaves weights as the spec has them, so that `activation_bytes` holds.
+    """Whether the compiler keeps the spec's weights as they are, as `activation_bytes` assumes.
 
     It makes them whole where tokens and "embed" go over a mesh axis both, or a layer's heads over other mesh axes than
     the pool's. Of gathered weights, XLA's CPU compiler keeps more or less than all at once.

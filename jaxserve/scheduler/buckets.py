@@ -159,7 +159,7 @@ def default_sizes(
 
 
 def doublings_that_pay(top: int, seconds: Callable[[int], float]) -> int:
-    """How often to double the largest bucket, by a cost model: while each time a token gets cheaper by LEAST_SAVING.
+    """How often to double the largest bucket while a token gets cheaper by LEAST_SAVING.
 
     Large iterations share the reading of the weights and the overhead of layers among more tokens. Once arithmetic is
     most of an iteration, a larger one only makes others wait longer, so none takes more than LONGEST_DEFAULT seconds.

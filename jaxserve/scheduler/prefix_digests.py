@@ -10,7 +10,7 @@ from typing import Any
 
 
 class PrefixDigests:
-    """The digest of each full block of a request's tokens: the SHA-256 of its salt and all tokens to the block's end.
+    """A full block's digest: the SHA-256 of the request's salt and all tokens to its end.
 
     Equal digests mean equal prefixes. One hash runs over the tokens, so each digest is computed once and takes one step
     of it.

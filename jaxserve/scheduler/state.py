@@ -16,7 +16,7 @@ from jaxserve.scheduler.speculation import RequestDrafts
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.parallel_samples import ParallelSamples
-    from jaxserve.scheduler.tenants import Tenant
+    from jaxserve.scheduler.tenants import TenantQueue
 
 
 class Phase(enum.IntEnum):
@@ -76,7 +76,7 @@ class RequestState:
     cached: int = 0
     drafts: RequestDrafts | None = None
     samples: ParallelSamples | None = None
-    tenant: Tenant = field(init=False)
+    tenant: TenantQueue = field(init=False)
 
     @property
     def is_constrained(self) -> bool:

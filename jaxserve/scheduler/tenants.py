@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantQueue:
     """A tenant with live requests.
 
     Attributes:
@@ -63,8 +63,10 @@ class FairQueue:
         self._decode_seconds = ladder.costs_ms[min(bisect_left(ladder.sizes, max_rows), last)] / max_rows / 1000
         self.num_tokens = 0
         self.is_shared = False
-        self._tenants: dict[str, Tenant] = {}  # with live requests, or ahead of the others
-        self._turns: list[tuple[float, int, Tenant]] = []  # a heap of those that wait; counters may have risen since
+        self._tenants: dict[str, TenantQueue] = {}  # with live requests, or ahead of the others
+        self._turns: list[
+            tuple[float, int, TenantQueue]
+        ] = []  # a heap of those that wait; counters may have risen since
         self._num_waiting = self._num_active = self._listed = 0
         self._last_served = 0.0  # counter of the tenant that had the last turn
 
@@ -76,7 +78,7 @@ class FairQueue:
         request = state.request
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._tenants[request.tenant] = Tenant(request.tenant)
+            tenant = self._tenants[request.tenant] = TenantQueue(request.tenant)
         tenant.share = request.share
         tenant.num_live += 1
         if tenant.num_live == 1:

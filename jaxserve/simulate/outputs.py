@@ -1,4 +1,4 @@
-"""Applies a simulated iteration's results to its requests: the plain case of `scheduler.outputs`, at less cost."""
+"""Applies a simulated iteration's results: the plain case of `scheduler.outputs`, cheaper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOKEN = (0,)
 
 
 class SimulatedOutputs(OutputProcessor):
-    """Does what `OutputProcessor` does for requests without drafts, scores, grammars and logprobs.
+    """Does `OutputProcessor`'s work for requests without drafts, scores, grammars, logprobs.
 
     An event that does not end its request says no more than that a token has come.
     """
@@ -25,7 +25,7 @@ class SimulatedOutputs(OutputProcessor):
         drafts: Sequence[int],
         eos_token_ids: frozenset[int],
     ) -> None:
-        """Take the arguments of `OutputProcessor`, and the events of live requests, which are made once."""
+        """Takes `OutputProcessor`'s arguments, and live requests' events, which are made once."""
         assert not drafts
         self._events, self._tokens, self._eos, self._entry = events, result.tokens.tolist(), eos_token_ids, 0
 

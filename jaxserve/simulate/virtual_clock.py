@@ -153,7 +153,7 @@ def arrivals(workload: Workload, *, max_tokens: int | None = None, max_context: 
     return Arrivals(workload, max_tokens, max_context)
 
 
-class _LiveRequest(NamedTuple):
+class _SimulatedRequest(NamedTuple):
     """A request that has not ended."""
 
     arrival: Arrival
@@ -204,7 +204,7 @@ class SimulatedReplica:
         self._copies = SimulatedCopies(copy_seconds)
         self.gaps: GapCounts | None = None  # of the table that the outcomes are kept in, if they are
         self.submitted: list[Request] = []  # that the loop has not admitted yet
-        self._alive: dict[str, _LiveRequest] = {}
+        self._alive: dict[str, _SimulatedRequest] = {}
         self._outstanding = self.prefill_tokens = 0
         self._settled: deque[tuple[float, int]] = deque()  # (time, tokens) that are done after the last arrival
         self._early = False  # whether some request ends before its limit
@@ -222,7 +222,7 @@ class SimulatedReplica:
         uncached = len(request.prompt) - cached
         self.prefill_tokens += uncached
         self._outstanding = self.outstanding_tokens(arrival.time) + uncached + request.sampling.max_tokens
-        self._alive[request.request_id] = _LiveRequest(arrival, outcome, uncached)
+        self._alive[request.request_id] = _SimulatedRequest(arrival, outcome, uncached)
         self.submitted.append(request)
 
     @property

@@ -29,7 +29,7 @@ MOONCAKE_BLOCK = 512  # tokens per entry of hash_ids (Mooncake, FAST'25, section
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """A prompt whose token ids are drawn whenever they are asked for, so that a million of them fit in memory.
+    """A prompt whose token ids are drawn when asked for: a million of them fit in memory.
 
     Attributes:
       number: its place in the workload, which is part of its seed.
@@ -111,7 +111,7 @@ class Workload:
 
 
 class RepeatedJobs(Sequence[Job]):
-    """Jobs that are repeated, with other token ids each time. Copies are made when they are asked for.
+    """Repeated jobs, with other token ids each time, copied when asked for.
 
     The first job comes again one mean gap after the last.
     """
@@ -304,7 +304,7 @@ def _prompt(blocks: Sequence[int], length: int, vocab_size: int, seed: int, numb
 
 
 def _drawn(key: str, count: int, vocab_size: int) -> np.ndarray:  # int32[count]
-    """Token ids that follow from a key, in less time than it takes to make a generator with a seed of its own."""
+    """Token ids that follow from a key, in less time than a seeded generator takes to make."""
     hashed = hashlib.shake_128(key.encode())
     if vocab_size == 256:
         return np.frombuffer(hashed.digest(count), np.uint8).astype(np.int32)
@@ -345,7 +345,7 @@ def _records(file: TextIO, path: Path, columns: Mapping[str, str] | None) -> Ite
 
 
 def _has_no_header(file: TextIO) -> bool:
-    """Whether the first line of a CSV file is a request, so that the columns are Azure's in their order."""
+    """Whether a CSV file's first line is a request: its columns are then Azure's in order."""
     cells = next(csv.reader([file.readline()]), [])
     file.seek(0)
     try:
