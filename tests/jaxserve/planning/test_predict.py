@@ -171,7 +171,7 @@ def test_gathered_weights_take_memory_of_one_layer():
         (MIXTRAL, {"rules": {"heads": "y", "expert": "x"}, "gather": ("x",)}, True),
     ],
 )
-def test_bytes_of_weights_that_the_compiler_makes_whole_are_unknown(entries, changed, on_cpus):
+def test_bytes_of_weights_made_whole_are_unknown(entries, changed, on_cpus):
     spec = specs.default(entries["model_type"])
     rules = {**dict.fromkeys(spec.rules), "heads": "y", "ffn": "y"} | changed.get("rules", {})
     spec = replace(spec, **changed | {"rules": rules})

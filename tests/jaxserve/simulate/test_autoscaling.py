@@ -152,7 +152,7 @@ class StubReplica:
         self.flushes += 1
 
 
-def test_a_replica_that_is_stopped_is_counted_until_its_last_request_has_ended():
+def test_a_stopped_replica_counts_until_its_last_request():
     replicas: list = [StubReplica() for _ in range(12)]
     owed = 3.0  # seconds: two replicas are wanted
     fleet = ScaledFleet(RULE, replicas, start_seconds=0.0, owed_seconds=lambda replica, now: owed / len(fleet.ready))
@@ -173,7 +173,7 @@ def test_a_replica_that_is_stopped_is_counted_until_its_last_request_has_ended()
     assert (replicas[1].now, replicas[1].flushes) == (stopped + 38.0, 1)
 
 
-def test_a_stopped_replica_that_still_has_requests_at_the_end_counts_to_its_last():
+def test_a_stopped_replica_with_requests_at_the_end():
     replicas: list = [StubReplica() for _ in range(12)]
     fleet = ScaledFleet(RULE, replicas, start_seconds=0.0, owed_seconds=lambda replica, now: 0.0)
     (pod,) = fleet.pods

@@ -100,17 +100,13 @@ def check(engine: SimulatedEngine, coming: list[Arrival]) -> None:
     assert figures(engine.serve(coming)) == figures(listing.serve(coming))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(engine=engines(), coming=traffic())
-def test_counted_rows_have_the_outcomes_of_listed_ones(engine, coming):
-    check(engine, coming)
+EACH = [25, pytest.param(500, marks=pytest.mark.exhaustive), pytest.param(1500, marks=pytest.mark.weekly)]
 
 
-@pytest.mark.exhaustive
-@settings(max_examples=500, deadline=None)
-@given(engine=engines(), coming=traffic())
-def test_counted_rows_have_the_outcomes_of_listed_ones_in_many_cases(engine, coming):
-    check(engine, coming)
+@pytest.mark.parametrize("count", EACH)
+def test_counted_rows_have_the_outcomes_of_listed_ones(count):
+    drawn = given(engine=engines(), coming=traffic())
+    settings(max_examples=count, deadline=None, derandomize=count == 25)(drawn(check))()
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -177,7 +173,7 @@ def test_a_steady_request_can_be_aborted():
     assert made.num_running == made.pool.slots_held == 0
 
 
-def test_a_row_that_is_listed_again_is_added_to_the_plans_that_counted_it_alone():
+def test_a_row_listed_again_joins_its_plans():
     made = two_rows()
     made.submit(request("x", 100))
     prompt, decode = made.schedule(), made.schedule()
