@@ -1,4 +1,4 @@
-"""A scheduler that leaves rows alone while all that happens to them is one more token in each iteration.
+"""A scheduler that leaves alone rows that only get one more token in each iteration.
 
 Most rows of most iterations are such. The simulator counts them instead of listing them, so an iteration costs it time
 with the rows to which something else happens. Every decision is that of `Scheduler`.
@@ -117,7 +117,7 @@ class _SteadyPlanBuilder(PlanBuilder):
 
 
 class _SteadyRow(NamedTuple):
-    """A steady row: plan p of its group computes its position `base + p`, from plan `first` to `last`."""
+    """A steady row: plan p of its group, from `first` to `last`, computes position `base + p`."""
 
     state: RequestState
     base: int
@@ -133,7 +133,7 @@ def _put(rows: dict[int, list[_SteadyRow]], plan: int, row: _SteadyRow) -> None:
 
 
 class SteadyGroup:
-    """Rows that decode in the same plans: all of them with one stage, those of one batch with several.
+    """Rows that decode in the same plans: all with one stage, a batch's with several.
 
     Attributes:
       rows: the steady rows, by the names of their requests, but for those whose last plan is launched.
@@ -215,7 +215,7 @@ class SteadyScheduler(Scheduler):
         return super().schedule()
 
     def _launch_steady(self, group: SteadyGroup) -> SteadyPlan:
-        """A plan of steady rows alone: all live requests are steady, so `Scheduler.schedule` would plan these."""
+        """A plan of steady rows alone, as `Scheduler.schedule` makes where all requests are steady."""
         steady, budget = len(group.rows), self.policy.decode_budget(self.requests)
         if group.launched in group.growing:
             self._grow(group)
@@ -244,7 +244,7 @@ class SteadyScheduler(Scheduler):
         self.requests.num_counted -= 1
 
     def _end_rows(self, plan: SteadyPlan) -> list[TokenEvent]:
-        """End the requests whose last token has come with a plan. The events do not have it: it is counted."""
+        """Ends requests whose last token came with a plan, which is counted and in no event."""
         events: list[TokenEvent] = []
         for row in sorted(self._still_steady(plan.group.ending, plan.number), key=_key_of_row):
             name = row.state.name
@@ -255,7 +255,7 @@ class SteadyScheduler(Scheduler):
         return events
 
     def _next_group(self) -> SteadyGroup:
-        """The group of the next plan, of which there is one; rows of others that are free join it when listed."""
+        """The next plan's group, of which there is one; free rows of others join it when listed."""
         if not self._exclusive:
             return self._groups[0]
         free = sorted((group for group in self._groups if group.is_free), key=lambda group: -len(group.rows))
@@ -286,7 +286,7 @@ class SteadyScheduler(Scheduler):
         return ended + super().complete(plan, result)
 
     def _publish(self, plan: SteadyPlan) -> None:
-        """Publish the blocks that a plan's decodes have completed: by key, as of equal blocks the first is kept."""
+        """Publishes blocks that a plan's decodes completed, by key: the first of equal ones stays."""
         publishing = plan.group.publishing
         rows = self._still_steady(publishing, plan.number)
         due = [(row.state, row.base + plan.number + 1) for row in rows]
@@ -333,7 +333,7 @@ class SteadyScheduler(Scheduler):
         return may_admit
 
     def _grow(self, group: SteadyGroup) -> None:
-        """Give blocks to the steady rows that need one in the next plan of a group; there are enough."""
+        """Gives blocks to steady rows that need one in a group's next plan; there are enough."""
         for row in self._still_steady(group.growing, group.launched):
             allocation = row.state.allocation
             self.fetches.cancel_for(allocation, allocation.capacity + 1)
@@ -360,7 +360,7 @@ class SteadyScheduler(Scheduler):
         return state.phase is Phase.RUNNING and state.samples is None and self._decodes_of(state) >= _LEAST
 
     def _decodes_of(self, state: RequestState) -> int:
-        """Decodes of a row from now on, without the last if that is not the last that its request may have."""
+        """A row's decodes from now on, without the last unless its request may have no more."""
         limit, end = state.limit - 1, self.last_of(state.name)
         return min(limit, end) - state.computed - (end < limit)
 
