@@ -365,19 +365,18 @@ class SlotPool:
             return taken
         taken = free[::-1]
         free.clear()
-        removed = []
-        while len(taken) < count:
-            block, _ = self._idle.popitem(last=False)
-            digest = self._digest_of[block]
+        removed, digest_of, block_of, evict = [], self._digest_of, self._block_of, self._idle.popitem
+        for _ in range(count - len(taken)):
+            block, _ = evict(False)
+            digest = digest_of[block]
             assert digest is not None
-            del self._block_of[digest]
-            self._digest_of[block] = None
+            del block_of[digest]
+            digest_of[block] = None
             taken.append(block)
-            if self.host is None:
-                removed.append(digest)
-            else:
+            removed.append(digest)
+            if self.host is not None:
                 self.host.keep(self.group, digest, block)
-        if removed:
+        if removed and self.host is None:
             for listener in self.listeners:
                 listener.removed(removed)
         return taken

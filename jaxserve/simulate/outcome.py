@@ -52,7 +52,7 @@ class Outcome:
 
     def add(self, now: float, count: int) -> None:
         """Tokens have come."""
-        self.token_times.extend([now] * count)
+        self.token_times += (now,) * count
 
     def advance(self, times: Iterable[float]) -> None:
         """A token has come at each of these times."""
