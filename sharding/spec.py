@@ -40,7 +40,7 @@ class MeshLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """Rules: logical axis -> mesh axis, several mesh axes, or None for an axis that is not split.
+    """Rules: logical axis -> mesh axis, several of them, or None for an axis kept whole.
 
     Models name the axes of their parameters ("heads", "ffn", ...); the spec maps each name to a mesh axis. To try
     another sharding, change an entry. "kv_heads" follow the rule of "heads" unless they have their own.
@@ -223,7 +223,7 @@ def shown(target: Target, none: str = "none") -> str:
 
 
 def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> ShardingSpec:
-    """Read changes to a base spec from a TOML file, or from its contents. "none" stands for an axis that is not split.
+    """Reads changes to a base spec from TOML: a file or contents. "none" keeps an axis whole.
 
         [mesh]                              # sizes of the mesh's axes (see `sharding.axes`)
         fsdp = 2
@@ -321,7 +321,7 @@ def _uneven(logical: str, count: int, target: Target, mesh_shape: Mapping[str, i
 
 
 def pattern(name: str, layers: str = "*") -> str:
-    """A glob for a parameter's name in other layers, by default all: `layers` takes the place of the layer's index."""
+    """A glob for a parameter in other layers, by default all: `layers` replaces the index."""
     return ".".join(layers if part.isdigit() else part for part in name.split("."))
 
 
@@ -331,7 +331,7 @@ def layer_of(name: str) -> int | None:
 
 
 def matches(name: str, glob: str) -> bool:
-    """Whether a glob matches a parameter's name; `layers.0,4-7.*` matches those of layers 0 and 4 to 7."""
+    """Whether a glob matches a name; `layers.0,4-7.*` matches those of layers 0 and 4 to 7."""
     index = layer_of(name)
     if index is not None:
         glob = _LAYERS.sub(lambda found: str(index) if _has(found[0], index) else found[0], glob)
@@ -349,7 +349,7 @@ def _layers(text: str) -> list[range]:
 
 
 def _check_layers(glob: str, parameters: Iterable[str]) -> None:
-    """Raise ValueError if a part of a glob names layers that the model does not have, or an empty range."""
+    """ValueError if a part of a glob names layers that the model lacks, or an empty range."""
     have = {layer for name in parameters if (layer := layer_of(name)) is not None}
     for found in _LAYERS.finditer(glob):
         for part, layers in zip(found[0].split(","), _layers(found[0]), strict=True):

@@ -73,7 +73,7 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
 def gathers(
     parameters: Iterable[ShardedParameter], gather: Collection[str], mesh: Mapping[str, int]
 ) -> tuple[Collective, ...]:
-    """The gathers of layers' weights over the spec's axes of `gather`, which are there whatever else is unknown."""
+    """Gathers of layers' weights over the spec's `gather` axes, whatever else is unknown."""
     found = []
     for part in parameters:
         over = tuple(axis for target in part.partition for axis in names(target) if axis in gather)
@@ -149,7 +149,7 @@ def _exchanges(chain: Sequence[_Step]) -> Iterator[_Exchange]:
 
 
 def _together(exchanges: Iterable[_Exchange]) -> Iterator[_Exchange]:
-    """Merges the all-reduces of equal groups, as the compiler does if they do not depend on each other."""
+    """Merges all-reduces of equal groups, as the compiler does with independent ones."""
     sums: dict[_Over, list[_Exchange]] = {}
     for each in exchanges:
         if each.kind == "all-reduce":

@@ -26,7 +26,7 @@ _GPU_POOL_SHARE = 0.99  # of the memory that jax has reserved on a GPU, which al
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node is a leaf of `Backend.pool_axes`: a plain tuple (a pool may be a named one)."""
+    """Whether a node is a leaf of `Backend.pool_axes`: a plain tuple; pools may be named ones."""
     return type(node) is tuple
 
 
@@ -73,7 +73,7 @@ def allocate(described: Any) -> Any:
 def copy_blocks(
     pool: Any, copies: Int32[jax.Array, "R 2"], *, first_blocks: Sequence[Sequence[int]], in_turn: bool = False
 ) -> Any:
-    """Copies blocks to other blocks of the pool, in every layer of their cache group. Traced; the pool is donated.
+    """Copies blocks in every layer of their cache group. Traced; the pool is donated.
 
     Pairs are copied one after another, so that no second pool is allocated.
 
@@ -142,7 +142,7 @@ def _available() -> int:
 
 
 def most_blocks(pool_bytes: Callable[[int], int], free: int, wanted: int = 2**31 - 1) -> int:
-    """The most blocks, up to `wanted`, whose bytes fit in `free` bytes; -1 if `free` is negative."""
+    """Most blocks, up to `wanted`, whose bytes fit in `free`; -1 if `free` is negative."""
     return bisect_right(range(wanted + 1), free, key=pool_bytes) - 1
 
 

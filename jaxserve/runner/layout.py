@@ -1,4 +1,4 @@
-"""Decides the layers, shardings and sizes of each stage, before weights are read; needs no device."""
+"""Decides each stage's layers, shardings and sizes before weights are read; needs no device."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def bucket_sizes(config: EngineConfig, doublings: int = 0) -> tuple[int, ...]:
 
 
 def for_buckets(programs: Iterable[StagePrograms], sizes: Sequence[int]) -> list[StagePrograms]:
-    """The programs of each stage for other buckets than `lay_out` was given: pools have room for their tokens."""
+    """Each stage's programs for other buckets than `lay_out` had; pools must hold their tokens."""
     made = []
     for stage in programs:
         groups = dataclasses.replace(stage.shape.groups, most_tokens=sizes[-1])

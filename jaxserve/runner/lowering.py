@@ -1,4 +1,4 @@
-"""Lowers the programs of a stage without arrays, for the engine's devices or a described topology."""
+"""Lowers a stage's programs without arrays, for the engine's devices or a topology."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class StagePrograms:
         return [self.shape.groups.index(self.model.config.window(layer)) for layer in self.layers]
 
     def pool(self, n_blocks: int) -> Any:
-        """The pool of the stage's layers, with n_blocks blocks in the first cache group: shapes with shardings."""
+        """The pool of the stage's layers, n_blocks in the first cache group: shapes with shardings."""
         shape, total = self.shape, self.first_blocks(n_blocks)[-1]
         return kv_cache.pool(shape.backend, shape.attention, total, self.mesh, self.spec)
 
@@ -139,7 +139,7 @@ class StagePrograms:
         return NamedSharding(self.mesh, self.spec.resolve(axes, shape, self.mesh, name=name, section="activations"))
 
     def gathered(self, layers: Any) -> Any:
-        """The parameters of layers with their parts over the spec's axes of `gather` brought together. Traced."""
+        """Layers' parameters with the parts over the spec's axes of `gather` joined. Traced."""
         shardings = jax.tree.map(
             lambda leaf: NamedSharding(self.mesh, self.spec.gathered(leaf.sharding.spec)), self.params()["layers"]
         )

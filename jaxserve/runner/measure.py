@@ -1,4 +1,4 @@
-"""Measures the time of an iteration in each bucket, on the compiled programs before any request."""
+"""Measures an iteration's time in each bucket, on the compiled programs at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure functions that an iteration is compiled from: layers, head, prompt scoring, sampling."""
+"""The pure functions of an iteration's programs: layers, head, prompt scoring, sampling."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StageShape:
         return tuple(sorted({self.layout(bucket).points for bucket in buckets}))
 
     def decode_buckets(self, buckets: Sequence[int]) -> tuple[int, ...]:
-        """The buckets with a second program, for iterations of decodes only, which runs nothing for prompts.
+        """Buckets with a second program, for decodes only, which runs nothing for prompts.
 
         They are the smallest that hold some number of rows, where the attention backend gains by it.
         """
@@ -99,7 +99,7 @@ def points_for(plan: IterationPlan, counts: Sequence[int]) -> int:
 
 
 class Scores(NamedTuple):
-    """For each flat token its successor's logprob float32[T], and the top tokens int32[T, K] with logprobs."""
+    """Each flat token's successor's logprob [T], and top tokens [T, K] with logprobs."""
 
     logprobs: jax.Array
     top_ids: jax.Array
@@ -308,5 +308,5 @@ def choose(
 
 
 def feed(history: jax.Array, points: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Writes tokens that the last stage sampled (see `choose`) to the first stage's histories. Traced."""
+    """Writes the tokens sampled last (see `choose`) to the first stage's histories. Traced."""
     return write_tokens(history, points[: chosen.shape[1]], chosen[0])

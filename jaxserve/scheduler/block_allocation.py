@@ -67,11 +67,11 @@ class BlockAllocation:
         return self._digests.first(blocks, self.tokens, block_size)
 
     def take_digests(self, source: BlockAllocation, blocks: int) -> None:
-        """Know the digests of the first blocks, which are those of a source, as far as the source knows them."""
+        """Learns the digests of the first blocks from their source, as far as it knows them."""
         self._digests.take_over(source._digests, blocks)
 
     def entries(self, index: int = 0) -> list[int]:
-        """The row's block-table entries from block `index` on: for every block, that of each cache group in turn."""
+        """The row's block-table entries from block `index` on: each block's in every cache group."""
         if not self.others:
             return self.blocks[index:]
         return list(chain.from_iterable(zip(*(each.blocks[index:] for each in self.groups), strict=True)))
@@ -123,7 +123,7 @@ def make_room(
     allocation: BlockAllocation,
     candidates: Iterable[BlockAllocation],
 ) -> list[BlockAllocation]:
-    """Release candidates in order until there is no shortage, or `allocation` itself is released; those released."""
+    """Releases candidates in order until nothing is short or `allocation` is one; returns them."""
     victims: list[BlockAllocation] = []
     for victim in candidates:
         release(victim)

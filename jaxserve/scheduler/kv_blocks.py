@@ -116,7 +116,7 @@ class SlotPool:
         return -(-length // self.block_size)
 
     def cached_tokens(self, allocation: BlockAllocation) -> int:
-        """Tokens of `allocation` that the prefix cache holds now, on the host too. Any thread may call this."""
+        """Tokens of `allocation` in the prefix cache now, host included. For any thread."""
         return len(self._match(allocation, anywhere=True)) * self.block_size
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
@@ -195,7 +195,7 @@ class SlotPool:
         self._keep_promise(allocation, need)
 
     def trim(self, allocation: BlockAllocation, start: int) -> None:
-        """Give back the blocks that no position from `start` on attends to, if there is a sliding window."""
+        """Gives back blocks that no position from `start` on attends to, with a sliding window."""
 
     def release(self, allocation: BlockAllocation) -> None:
         """Release all blocks of `allocation`; published blocks can be found until they are evicted."""
@@ -411,7 +411,7 @@ class SlotPool:
         return {index: self.host.load(self.group, fetch.holder.digest(index), index, fetch) for index in places}
 
     def _begin_fetch(self, fetch: Fetch, holder: BlockAllocation, entries: list[int], keys: dict[int, int]) -> None:
-        """Let `holder` have the blocks of a prefix, and ask for the copies of those that are on the host."""
+        """Gives `holder` a prefix's blocks, and asks for copies of those on the host."""
         assert self.host is not None
         self._hold(holder, [block for block in entries if block != ON_HOST])
         self._promise(holder, len(entries))

@@ -1,4 +1,4 @@
-"""What changes in the prefix caches of all replicas, collected for one reader. Imports no jax."""
+"""Changes of all replicas' prefix caches, collected for one reader. Imports no jax."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PrefixChange = BlocksStored | BlocksRemoved | CacheCleared
 
 
 class PrefixChanges:
-    """Collects the changes of prefix caches, as if all replicas had one cache (a `BlockListener` of their pools).
+    """Collects changes as if all replicas had one cache (a `BlockListener` of their pools).
 
     A block is stored when the first replica has it, and removed when the last one has lost it. The reader never delays
     an iteration: if it falls behind by `MOST_BYTES`, the changes are dropped and it reads `CacheCleared` instead, so

@@ -14,7 +14,7 @@ _PART = 32  # blocks that are hashed at first, then twice as many each time, bec
 
 
 class PrefixIndex:
-    """The prefix caches of all replicas in one dictionary, from a block's digest to the replicas that have it.
+    """All replicas' prefix caches in one dictionary, from a block's digest to its replicas.
 
     A look-up takes time with the prompt's cached blocks, however many replicas there are. The pools tell of each block
     that they publish, evict or forget, on any thread. A pool whose layers have windows is asked itself, since a prefix
@@ -36,7 +36,7 @@ class PrefixIndex:
                 pool.listeners.append(_Holder(self, 1 << index))
 
     def cached_tokens(self, allocation: BlockAllocation) -> list[int]:
-        """Tokens of `allocation` in each replica's prefix cache, as `SlotPool.cached_tokens` of each gives them."""
+        """Tokens of `allocation` in each replica's cache, as `SlotPool.cached_tokens` of each."""
         if not self._is_plain:
             return [pool.cached_tokens(allocation) for pool in self._pools]
         pool = self._pools[0]

@@ -116,13 +116,13 @@ class RequestTable:
         state.computed = state.length - 1
 
     def by_turn(self) -> list[RequestState]:
-        """The running requests: those of the tenant whose turn it is first, and by key within a tenant."""
+        """The running requests: the tenant whose turn it is first, by key within a tenant."""
         if not self.waiting.is_shared:
             return self.running.copy()
         return sorted(self.running, key=_by_turn)
 
     def victims(self) -> Iterator[BlockAllocation]:
-        """The running requests' blocks in the order in which they are preempted: the last whose turn it is first."""
+        """The running requests' blocks in order of preemption: last whose turn it is first."""
         for state in reversed(self.by_turn()):
             yield state.allocation
 

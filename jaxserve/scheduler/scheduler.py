@@ -153,7 +153,7 @@ class Scheduler:
         self.requests.add(state)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        """End a request now and release its blocks; returns its last event, or none if it is not live."""
+        """Ends a request now and releases its blocks; its last event, or none if it is not live."""
         state = self.requests.live.get(request_id)
         if state is None:
             return []

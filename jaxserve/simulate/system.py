@@ -235,7 +235,7 @@ class Objective:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Garbage collections are rarer meanwhile: a simulation makes many values, and no cycles of them."""
+    """Makes garbage collections rarer: a simulation makes many values, and no cycles of them."""
     usual = gc.get_threshold()
     gc.set_threshold(100_000, *usual[1:])
     try:
@@ -260,7 +260,7 @@ def bucket_costs(roofline: Roofline, sizes: Sequence[int], max_rows: int) -> tup
 
 
 def slot_milliseconds(roofline: Roofline, max_rows: int) -> float:
-    """Added milliseconds of an iteration per slot that it reads, as the engine would measure them at start."""
+    """Milliseconds of an iteration per slot read, as the engine would measure at start."""
     near, far = (
         max(stage.total for stage in roofline([(context, 1)] * max_rows)) for context in (_CONTEXT, _LONG_CONTEXT)
     )
