@@ -299,7 +299,7 @@ def plot(replays: Sequence[PolicyResult], objective: Objective, title: str, path
     for axis in (first, between, slots):
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
-    first.legend(fontsize=8)
+    first.legend(loc="lower right", fontsize=8)  # the best place takes long to find
     drawing.save(figure, path)
 
 

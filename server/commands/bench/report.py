@@ -192,7 +192,7 @@ def plot(path: Path, title: str, runs: Mapping[str, Sequence[Outcome]], console:
     for axis in (tokens, normalised, firsts):
         axis.title.set_fontsize(9)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(loc="upper left" if axis is tokens else "lower right", fontsize=8)
     drawing.save(figure, path)
 
 
