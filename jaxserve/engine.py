@@ -71,7 +71,7 @@ class Engine:
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
             max_context=self.max_context,
-            slots=self.report.slots,
+            slots=self.report.request_slots,
             endings=len(self.model_config.eos_token_ids),
             scoring=config.scoring,
             has_tokenizer=tokenizer is not None,

@@ -268,6 +268,7 @@ def finish(
         measure_seconds=time.perf_counter() - started,
         programs=sum(stage.num_programs for pipeline in pipelines for stage in pipeline.stages),
         programs_loaded=programs_loaded,
+        pool_parts=shape.groups.parts,
     )
     parts = enumerate(zip(pipelines, schedulers, hosts, strict=True))
     made = tuple(EngineLoop(index, pipeline, scheduler, costs, host) for index, (pipeline, scheduler, host) in parts)
@@ -304,21 +305,23 @@ def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[Sta
     As many of the model that drafts on it have room too.
     """
     programs = stage.programs
-    shape = programs.shape.attention
+    shape, parts = programs.shape.attention, programs.shape.groups.parts
     if config.slots is not None:
-        if config.slots < shape.block_size:
-            raise ValueError(f"slots is {config.slots}, less than one block of {shape.block_size}")
-        return config.slots // shape.block_size
+        least = shape.block_size * parts
+        if config.slots < least:
+            each = f" in each of {parts} parts" if parts > 1 else ""
+            raise ValueError(f"slots is {config.slots}, less than one block of {shape.block_size}{each}")
+        return config.slots // least * parts
     device = programs.mesh.local_devices[0]
-    full_rows = programs.shape.n_rows * shape.max_blocks
+    full_rows = -(-programs.shape.n_rows // parts) * shape.max_blocks
     on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
     held = (programs, *(runner.programs for runner in drafters[:1]))
     free = kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1)
     if config.host_cache is not None and not on_cpu:
         free -= 2 * DEVICE_BYTES  # in both directions
-    return kv_cache.fitting_blocks(
+    return parts * kv_cache.fitting_blocks(
         free=free,
         temporaries=stage.temporaries(),
-        pool_bytes=lambda n_blocks: sum(each.pool_bytes(n_blocks) for each in held),
+        pool_bytes=lambda n_blocks: sum(each.pool_bytes(parts * n_blocks) for each in held),
         wanted=full_rows if on_cpu else 2**31 - 1,
     )

@@ -25,6 +25,7 @@ class StartupReport:
       decode_buckets: buckets with a second program, for iterations of decodes only.
       slot_milliseconds: added milliseconds of an iteration per slot that it reads (a decode at context 100 reads 100).
       compile_seconds: includes the loading of compiled programs.
+      pool_parts: parts of the pool, each with the blocks of its own requests.
       programs / programs_loaded: all programs, and how many of them came from the compilation cache.
     """
 
@@ -56,3 +57,9 @@ class StartupReport:
     measure_seconds: float
     programs: int
     programs_loaded: int
+    pool_parts: int = 1
+
+    @property
+    def request_slots(self) -> int:
+        """Slots that one request can have: those of a part of the pool."""
+        return self.slots // self.pool_parts

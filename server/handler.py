@@ -265,7 +265,7 @@ class RequestHandler:
     @property
     def _longest(self) -> int:
         """Most tokens of a request."""
-        return min(self.engine.max_context, self.engine.report.slots)
+        return min(self.engine.max_context, self.engine.report.request_slots)
 
     def _check_sizes(self, prompts: Sequence[Mapping[str, Any]], *, is_cut: bool) -> None:
         """Raises InvalidRequest for a prompt that cannot fit, however its text is tokenized."""
@@ -323,7 +323,7 @@ class RequestHandler:
                 longest_text=longest_text,
             )
             request = adjust(request)
-            check_fits(request, self.engine.max_context, self.engine.report.slots)
+            check_fits(request, self.engine.max_context, self.engine.report.request_slots)
             return request
 
         work = sum(map(tokenizing_work, prompts))

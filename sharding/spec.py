@@ -21,7 +21,7 @@ Rules = Mapping[str, Target]  # logical axis -> mesh axes
 Section = Literal["parameters", "activations", "pool"]
 
 ACTIVATION_AXES = ("tokens", "embed")  # axes of the hidden states between the layers
-POOL_AXES = ("heads", "kv_heads")
+POOL_AXES = ("heads", "kv_heads", "rows")  # "rows": the requests, each of which has its blocks in one part of the pool
 PADDABLE = ("heads", "kv_heads", "vocab", "ffn")  # these can be padded without a change of the answers
 
 _LISTED = 1024  # largest mesh size that an error lists
@@ -50,7 +50,8 @@ class ShardingSpec:
       parameters: exceptions: a glob over parameter names (`layers.*.qkv.bias`, or `layers.0-9.*` for ten layers) ->
         rules. The last glob that matches and names an axis wins.
       activations: rules for the hidden states between the layers; without any, the compiler decides.
-      pool: rules for the pool of keys and values; other axes follow `rules`.
+      pool: rules for the pool of keys and values; other axes follow `rules`. With "rows", requests are split over these
+        mesh axes: a part of the pool has the blocks of its own requests, and devices attend to those alone.
       gather: mesh axes whose parts of a layer's parameters are gathered before the layer uses them.
       pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; by default the vocabulary (see
         `padded`).
@@ -128,13 +129,15 @@ class ShardingSpec:
         """The sizes of a model's logical axes on the mesh, with padding and repeated KV heads.
 
         Axes in `pad` are rounded up until they divide. If there is a multiple of devices per KV head, KV heads are
-        repeated so that every device has one, and each copy serves a part of the query heads.
+        repeated so that every device has one, and each copy serves a part of the query heads. Over the axes of the
+        pool's rows they are not: there, requests are split.
         """
         sections = (self.rules, self.pool, *self.parameters.values())
+        of_keys = {axis: size for axis, size in mesh_shape.items() if axis not in names(self.pool.get("rows"))}
 
         def devices(axis: str) -> int:
-            axes = (axis, "heads") if axis == "kv_heads" else (axis,)
-            return math.lcm(*(parts(section.get(each), mesh_shape) for section in sections for each in axes))
+            axes, sizes = ((axis, "heads"), of_keys) if axis == "kv_heads" else ((axis,), mesh_shape)
+            return math.lcm(*(parts(section.get(each), sizes) for section in sections for each in axes))
 
         def round_up(axis: str, count: int) -> int:
             return -(-count // devices(axis)) * devices(axis) if axis in self.pad else count
@@ -241,6 +244,7 @@ def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> Sharding
         tokens = "tensor"
         [pool]                              # keys and values
         heads = "tensor"
+        rows = "fsdp"                       # each part has the blocks of its own requests
         [pad]                               # round up sizes that do not divide
         heads = true
 

@@ -91,7 +91,7 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     hidden, by_head = item * config.hidden_size, over(kv_cache.head_target(stage.mesh, stage.spec))
-    attend = _Step("layers.*.attend", False, by_head, by_head, (heads,))
+    by_row = kv_cache.row_axes(stage.mesh, stage.spec)
     found: Counter[_Exchange] = Counter(_lookups(stage, parts, over) if stage.is_first else ())
     for layer in stage.layers:
 
@@ -99,7 +99,14 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
             out, into = map(over, parts[f"layers.{layer}.{name}.kernel"].partition)
             return _Step(f"layers.*.{name}", True, into, out, results)
 
-        sent = [*_exchanges([product("qkv", heads, keys, keys), attend, product("out", hidden)])]
+        out, given = product("out", hidden), by_head
+        if by_row:  # what each part of the pool's rows gives for its tokens is added up, to shares of heads if read so
+            given, kind = (
+                ((*by_head, *by_row), "reduce-scatter") if out.reads == (*by_head, *by_row) else (by_head, "all-reduce")
+            )
+            found[_Exchange(kind, "layers.*.attend", heads // parts_of(given, stage.mesh.shape), by_row)] += 1
+        attend = _Step("layers.*.attend", False, by_head, given, (heads,))
+        sent = [*_exchanges([product("qkv", heads, keys, keys), attend, out])]
         experts = parts.get(f"layers.{layer}.experts.down.kernel")
         if experts is None:
             sent += _exchanges([product("up", item * config.ffn_size), product("down", hidden)])

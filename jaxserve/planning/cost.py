@@ -121,6 +121,7 @@ class StageLoad:
       overlapped: the share of their bytes that the device sends while it multiplies or attends.
       hop_bytes: bytes that each token sends to the next stage; 0 on the last.
       mesh: sizes of the mesh's axes; the stage has that many devices.
+      row_parts: parts of the rows, each of which other devices attend to; the busiest of them counts.
     """
 
     layers: int
@@ -133,6 +134,7 @@ class StageLoad:
     hop_bytes: int
     mesh: Mapping[str, int]
     head_bytes: int = 0
+    row_parts: int = 1
     overlapped: float = 0.0
 
     @property
@@ -286,9 +288,10 @@ class Roofline:
         efficiency, of_links = fit.efficiency, fit.of_links
         for load, (by_step, by_token, by_row, by_hop), overhead, attention in self._parts:
             ops, read = load.token_ops * padded + load.row_ops * rows, float(load.weight_bytes)
+            share = 1 if load.row_parts == 1 else -(-rows // load.row_parts) / max(rows, 1)
             for window, slot_ops, slot_bytes in attention:
                 slots, pairs = attended[window]
-                ops, read = ops + slot_ops * pairs, read + slot_bytes * slots
+                ops, read = ops + slot_ops * pairs * share, read + slot_bytes * slots * share
             if (experts := load.experts) is not None:  # padding has none
                 ops, read = ops + experts.ops(tokens, padded), read + experts.read(tokens)
             compute, memory = ops / flops / efficiency, read / bandwidth / efficiency
@@ -321,7 +324,7 @@ class Roofline:
             layers = load.weight_bytes - load.head_bytes
             alone = (  # in the order of Parts
                 replace(nothing, weight_bytes=layers, token_ops=load.token_ops, experts=load.experts),
-                replace(nothing, attention=load.attention),
+                replace(nothing, attention=load.attention, row_parts=load.row_parts),
                 replace(nothing, weight_bytes=load.head_bytes, row_ops=load.row_ops),
                 replace(nothing, collectives=load.collectives, hop_bytes=load.hop_bytes),
                 replace(nothing, layers=load.layers),

@@ -204,7 +204,9 @@ def predict(deployment: Deployment) -> Plan:
         kv_cache.most_blocks(stage.pool_bytes, usable - each.total)
         for stage, each in zip(programs_of_stages, stages, strict=True)
     ]
+    row_parts = programs_of_stages[0].shape.groups.parts
     n_blocks = min(blocks) if deployment.engine.slots is None else deployment.engine.slots // attention.block_size
+    n_blocks = n_blocks // row_parts * row_parts
     slots = n_blocks * attention.block_size
     if n_blocks < 1 or n_blocks > min(blocks):
         least = blocks.index(min(blocks))
@@ -331,6 +333,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
         experts=experts if of_experts else None,
         collectives=collectives.predict(stage, parts),
         head_bytes=head.nbytes if head else 0,
+        row_parts=stage.shape.groups.parts,
         hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,
         mesh=dict(stage.mesh.shape),
     )

@@ -1,11 +1,13 @@
 """Chooses an attention backend and calls it for each layer.
 
-On a mesh, each device runs the kernel on its own heads (`shard_map`). The compiler divides everything else.
+On a mesh, each device runs the kernel on its own heads (`shard_map`), and on the rows of its own part of the pool if
+that is split by rows. The compiler divides everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
-from jaxserve.runner import kv_cache
+from jaxserve.runner import kv_cache, row_parts
 from pallas_kernels import api
-from sharding.spec import ShardingSpec, shown
+from sharding.spec import Section, ShardingSpec, shown
 
 
 def select(
@@ -54,6 +56,8 @@ def select(
             "heads and the KV heads that they read must be on the same devices"
         )
     parts = kv_cache.head_parts(mesh, spec)
+    # An error names rows and heads that are on the same devices.
+    kv_cache.split_of((None, "heads"), (mesh.size, config.num_heads), mesh, spec)
 
     def shape_with(pool_dtype: np.dtype) -> api.AttentionShape:
         return api.AttentionShape(
@@ -77,8 +81,50 @@ def select(
     return backend, shape, reason
 
 
+def _split(
+    spec: ShardingSpec,
+    mesh: Mesh,
+    axes: tuple[str | None, ...],
+    *,
+    name: str = "attention",
+    section: Section = "pool",
+) -> PartitionSpec:
+    """The PartitionSpec of an array by heads, or by the parts of the pool's rows."""
+    return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name=name, section=section)
+
+
 def _named(split: PartitionSpec) -> str:
     return "none" if split[0] is None else repr(shown(split[0]))
+
+
+def prepare(
+    backend: api.Backend,
+    shape: api.AttentionShape,
+    mesh: Mesh,
+    spec: ShardingSpec,
+    batch: api.AttentionBatch,
+    *,
+    blocks: int,
+    decodes_only: bool,
+) -> Any:
+    """What the layers of a cache group share (`Backend.prepare`), for `make_attend`.
+
+    If the pool's rows are split, each part prepares for its own rows.
+
+    Args:
+      blocks: of the cache group in each part.
+    """
+    here = partial(backend.prepare, shape=shape, decodes_only=decodes_only)
+    axes = kv_cache.row_axes(mesh, spec)
+    if not axes:
+        return here(batch)
+
+    def prepare_here(batch: api.AttentionBatch) -> Any:
+        own, *moves = row_parts.of_part(batch, jax.lax.axis_index(axes), blocks, shape.block_size)
+        return jax.tree.map(lambda leaf: leaf[None], (here(own), *moves))  # [1, ...] of [parts, ...]
+
+    whole, by_part = _split(spec, mesh, ()), _split(spec, mesh, ("rows",))
+    return jax.shard_map(prepare_here, mesh=mesh, in_specs=whole, out_specs=by_part, check_vma=False)(batch)
 
 
 def make_attend(
@@ -94,7 +140,7 @@ def make_attend(
     """Makes `attend(q, k, v, pool, sinks=None) -> (out, pool)` for one layer of one iteration.
 
     Args:
-      meta: result of `backend.prepare`.
+      meta: result of `prepare`.
       first_block: index of the layer's first block in the pool.
     """
     slopes, scale, window = model.alibi_slopes, model.config.attention_scale(layer), model.config.window(layer)
@@ -117,20 +163,37 @@ def make_attend(
     if mesh.size == 1:
         return lambda q, k, v, pool, sinks=None: attend_here(q, k, v, pool, meta, slopes, sinks, first_block)
 
+    rows, after = kv_cache.row_axes(mesh, spec), f"layers.{layer}.out.kernel"
+    # Devices give their share of the heads if the next matmul reads that.
+    given_over = kv_cache.over(mesh, spec.rules_for(after).get("heads"))
+    scatters = bool(rows) and given_over == (*kv_cache.over(mesh, kv_cache.head_target(mesh, spec)), *rows)
+
+    def attend_part(q, k, v, pool, meta, *others):
+        """Attends to the rows of this device's part; other parts give what is zero here."""
+        own, tokens, places = jax.tree.map(lambda leaf: leaf[0], meta)
+        out, pool = attend_here(q[tokens], k[tokens], v[tokens], pool, own, *others)
+        out = out.at[places].get(mode="fill", fill_value=0)  # [T, N, D]
+        if scatters:
+            return jax.lax.psum_scatter(out, rows, scatter_dimension=1, tiled=True), pool
+        return jax.lax.psum(out, rows), pool
+
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, sinks: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        def split(axes: tuple[str | None, ...]) -> Any:
-            """The PartitionSpec of an array with as many heads as the model."""
-            return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name="attention", section="pool")
+        split = partial(_split, spec, mesh)
+
+        def split_pool(axes: tuple[str | None, ...]) -> PartitionSpec:
+            return kv_cache.split_of(axes, (mesh.size,) * len(axes), mesh, spec)
 
         heads, of_heads, whole = split((None, "heads", None)), split(("heads",)), split(())
-        pool_heads = jax.tree.map(split, backend.pool_axes(shape), is_leaf=kv_cache.is_axes)
+        pool_heads = jax.tree.map(split_pool, backend.pool_axes(shape), is_leaf=kv_cache.is_axes)
+        by_part = split(("rows",)) if rows else whole
+        given = split((None, "heads", None), name=after, section="parameters") if scatters else heads
         everywhere = jax.shard_map(
-            attend_here,
+            attend_part if rows else attend_here,
             mesh=mesh,
-            in_specs=(heads, heads, heads, pool_heads, whole, of_heads, of_heads, whole),
-            out_specs=(heads, pool_heads),
+            in_specs=(heads, heads, heads, pool_heads, by_part, of_heads, of_heads, whole),
+            out_specs=(given, pool_heads),
             check_vma=False,  # backends start loops from constants, which the check would require them to cast
         )
         return everywhere(q, k, v, pool, meta, slopes, sinks, first_block)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
 from pallas_kernels.api import AttentionShape, Backend
-from sharding.spec import ShardingSpec, Target, parts
+from sharding.spec import ShardingSpec, Target, names, parts
 
 # Shares of a device's memory that may be used; the rest is for the runtime, fragmentation and other programs.
 ACCELERATOR_SHARE = 0.92
@@ -46,20 +46,42 @@ def head_parts(mesh: Mesh, spec: ShardingSpec) -> int:
     return parts(head_target(mesh, spec), mesh.shape)
 
 
+def row_axes(mesh: Mesh, spec: ShardingSpec) -> tuple[str, ...]:
+    """The mesh axes of more than one device that a spec splits the pool's rows over."""
+    return over(mesh, spec.pool.get("rows"))
+
+
+def over(mesh: Mesh, target: Target) -> tuple[str, ...]:
+    """The mesh axes of a rule that have more than one device."""
+    return tuple(axis for axis in names(target) if mesh.shape[axis] > 1)
+
+
+def row_parts(mesh: Mesh, spec: ShardingSpec) -> int:
+    """Number of parts that a spec splits the pool's rows into."""
+    return parts(row_axes(mesh, spec), mesh.shape)
+
+
+def split_of(axes: tuple[str | None, ...], sizes: tuple[int, ...], mesh: Mesh, spec: ShardingSpec) -> PartitionSpec:
+    """The PartitionSpec of a leaf, whose first axis has the blocks of one part after another."""
+    axes = ("rows", *axes[1:]) if row_axes(mesh, spec) else axes
+    return spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
+
+
 def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
-    """The pool on all devices of a mesh, with heads sharded by the spec.
+    """The pool on all devices of a mesh, with heads and rows sharded by the spec.
 
     Args:
-      n_blocks: of all layers that share it.
+      n_blocks: of all layers that share it, in each part of the rows.
 
     Returns:
       A pytree of `ShapeDtypeStruct`, each with its sharding.
     """
-    heads = head_parts(mesh, spec)
+    heads, rows = head_parts(mesh, spec), row_parts(mesh, spec)
 
     def whole(axes: tuple[str | None, ...], part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sizes = tuple(size * (heads if axis == "heads" else 1) for axis, size in zip(axes, part.shape, strict=True))
-        split = spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
+        sizes = (sizes[0] * rows, *sizes[1:])
+        split = split_of(axes, sizes, mesh, spec)
         return jax.ShapeDtypeStruct(sizes, part.dtype, sharding=NamedSharding(mesh, split))
 
     return jax.tree.map(whole, backend.pool_axes(shape), backend.pool(shape, n_blocks), is_leaf=is_axes)

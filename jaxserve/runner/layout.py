@@ -12,7 +12,7 @@ from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
-from jaxserve.runner import attention, matmul
+from jaxserve.runner import attention, kv_cache, matmul
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.programs import StageShape
 from jaxserve.scheduler import buckets
@@ -20,7 +20,7 @@ from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.factory import fixed_chunk
 from jaxserve.weights import naming
 from sharding import stages
-from sharding.spec import ShardingSpec
+from sharding.spec import ShardingSpec, shown
 
 _DEFAULT_CONTEXT = 2048  # of models without a limit of their own
 
@@ -62,6 +62,10 @@ def lay_out(
         max_rows=config.max_rows,
         platform=platform,
     )
+    if config.host_cache is not None and kv_cache.row_parts(meshes[0], spec) > 1:
+        raise ValueError(
+            f"host_cache is {config.host_cache}; with rows of the pool on {shown(spec.pool['rows'])} there is none"
+        )
     n_rows = config.max_rows * (1 if config.stages == 1 else config.stages + 1)
     stage_shape = StageShape(
         max_rows=config.max_rows,
@@ -74,6 +78,7 @@ def lay_out(
             n_rows=n_rows,
             most_tokens=bucket_sizes(config)[-1],
             draft_tokens=config.draft_tokens,
+            parts=kv_cache.row_parts(meshes[0], spec),
         ),
         attention=attended,
         backend=backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
@@ -15,7 +16,7 @@ from jax.stages import Lowered
 from jaxserve import weights
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
-from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul
+from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul, row_parts
 from jaxserve.runner.batch import RowState
 from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, pool, score
 from sharding.spec import ShardingSpec
@@ -92,13 +93,18 @@ class StagePrograms:
         return on_cpu and self.mesh.size == 1 and config.layers_alike and not config.num_experts
 
     def first_blocks(self, n_blocks: int) -> list[int]:
-        """First block of each of the stage's layers in the pool, and the number of all blocks.
+        """First block of each of the stage's layers in a part of the pool, and the blocks there.
 
         Args:
-          n_blocks: blocks of the first cache group.
+          n_blocks: blocks of the first cache group, in all parts.
         """
-        blocks = self.shape.groups.blocks(n_blocks)
+        blocks = self.part_blocks(n_blocks)
         return list(accumulate((blocks[group] for group in self._groups), initial=0))
+
+    def part_blocks(self, n_blocks: int) -> tuple[int, ...]:
+        """Blocks of each cache group in a part of the pool's rows."""
+        parts = kv_cache.row_parts(self.mesh, self.spec)
+        return tuple(each // parts for each in self.shape.groups.blocks(n_blocks))
 
     def first_blocks_of(self, group: int, n_blocks: int) -> list[int]:
         """First block in the pool of each of the stage's layers in a cache group."""
@@ -152,14 +158,9 @@ class StagePrograms:
           decodes_only: whether no chunk is longer than one token.
         """
         layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
-        make_attend = partial(
-            attention.make_attend,
-            self.model,
-            self.shape.backend,
-            self.shape.attention,
-            self.mesh,
-            self.spec,
-        )
+        attended = (self.shape.backend, self.shape.attention, self.mesh, self.spec)
+        prepare = partial(attention.prepare, *attended, decodes_only=decodes_only)
+        blocks = self.part_blocks(n_blocks)
         between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
         step = partial(
             forward,
@@ -170,11 +171,11 @@ class StagePrograms:
             products=matmul.DeviceProducts(
                 native=self.shape.product, tiles=self.looped, mesh=self.mesh, spec=self.spec
             ),
-            make_attend=make_attend,
+            prepare=lambda batch, group: prepare(batch, blocks=blocks[group]),
+            make_attend=partial(attention.make_attend, self.model, *attended),
             between=between if self.spec.activations else None,
             gathered=self.gathered if self.spec.gather else None,
             layout=layout,
-            decodes_only=decodes_only,
             first_blocks=self.first_blocks(n_blocks),
         )
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
@@ -256,9 +257,23 @@ class StagePrograms:
         pool, groups = self.pool(n_blocks), range(self.shape.groups.count)
         first_blocks = [self.first_blocks_of(each, n_blocks) for each in groups]
         copy = partial(kv_cache.copy_blocks, first_blocks=first_blocks, in_turn=self._in_turn)
+        if kv_cache.row_parts(self.mesh, self.spec) > 1:
+            copy = self._in_every_part(copy, pool, self.part_blocks(n_blocks))
         kept = jax.tree.map(lambda leaf: leaf.sharding, pool)
         step = jax.jit(copy, donate_argnums=0, out_shardings=kept)
         return step.lower(pool, self._whole((len(groups) * self.shape.max_rows, 2), jnp.int32))
+
+    def _in_every_part(self, copy: Callable[..., Any], pool: Any, blocks: Sequence[int]) -> Callable[..., Any]:
+        """Block copies on devices that have a part of the pool: `blocks` of each cache group."""
+        split, axes = jax.tree.map(lambda leaf: leaf.sharding.spec, pool), kv_cache.row_axes(self.mesh, self.spec)
+
+        def copy_here(pool: Any, copies: jax.Array) -> Any:
+            sizes = jnp.resize(jnp.array(blocks, jnp.int32), (len(copies),))  # the groups alternate
+            return copy(pool, row_parts.copies_of_part(copies, jax.lax.axis_index(axes), sizes[:, None]))
+
+        return jax.shard_map(
+            copy_here, mesh=self.mesh, in_specs=(split, self.everywhere.spec), out_specs=split, check_vma=False
+        )
 
     def host_block(self, group: int, n_blocks: int) -> block_copies.HostBlock:
         """A block of a cache group outside the pool: shapes with shardings."""

@@ -42,7 +42,7 @@ def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Me
     Slow buckets run fewer times, since they take most of the start.
     """
     shape, buckets = pipeline.shape, pipeline.stages[0].buckets
-    room = min(shape.max_context, n_blocks * shape.attention.block_size) - 1
+    room = min(shape.max_context, n_blocks // shape.groups.parts * shape.attention.block_size) - 1
     short, long = min(_CONTEXT, room), min(_LONG_CONTEXT, room)
     tables = _Tables(shape, n_blocks, long + 1)
     _spans(pipeline, tables, buckets[0], [Chunk(0, short, 1, True)], admissions=tables.admissions())
@@ -126,14 +126,14 @@ class _Tables:
         """Args:
         tokens: tokens of each row.
         """
-        self.n_blocks, self._groups = n_blocks, shape.groups.blocks(n_blocks)
+        self.n_blocks, self._groups = n_blocks, shape.groups
         self._rows, self._tokens, self._block_size = shape.max_rows, tokens, shape.attention.block_size
         self._each = -(-tokens // self._block_size)
 
     def _blocks(self, row: int, count: int) -> list[int]:
         """The first entries of a row's table, those of `count` blocks in every cache group."""
-        first = row * self._each
-        return [(first + index) % group for index in range(count) for group in self._groups]
+        first = row // self._groups.parts * self._each
+        return list(self._groups.entries(row, range(first, first + count), self.n_blocks))
 
     def admissions(self) -> tuple[Admission, ...]:
         """An admission for every row."""

@@ -22,7 +22,7 @@ from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, of_group, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring
 from jaxserve.scheduler.cache_groups import CacheGroups
-from pallas_kernels.api import AttentionShape, Backend
+from pallas_kernels.api import AttentionBatch, AttentionShape, Backend
 from sharding.spec import ShardingSpec
 
 _SCORING_TILE = 8192  # vocabulary entries scored at a time
@@ -138,11 +138,11 @@ def forward(
     layers: range,
     looped: bool,
     products: matmul.DeviceProducts,
+    prepare: Callable[[AttentionBatch, int], Any],
     make_attend: Callable[[Any, int, Any], Attend],
     between: Callable[[jax.Array], jax.Array] | None,
     gathered: Callable[[Any], Any] | None,
     layout: BatchLayout,
-    decodes_only: bool,
     first_blocks: Sequence[int],
 ) -> Forward:
     """Runs one iteration of a stage's layers. Traced.
@@ -152,16 +152,15 @@ def forward(
       x: [T, H] hidden states from the stage before; None in the first, which embeds the tokens.
       looped: whether the layers are one loop (`Model.layers`).
       products: multiplies by the parameters.
-      make_attend: (result of `backend.prepare`, layer, its first block) -> the layer's attention.
+      prepare: (batch, cache group) -> what the attention of its layers shares (`attention.prepare`).
+      make_attend: (result of `prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
       gathered: applied to the layers' parameters.
-      decodes_only: whether no chunk is longer than one token.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
     groups = [shape.groups.index(model.config.window(layer)) for layer in layers]
-    prepare = partial(shape.backend.prepare, shape=shape.attention, decodes_only=decodes_only)
-    metas = {group: prepare(of_group(view.attention, group, shape.groups)) for group in dict.fromkeys(groups)}
+    metas = {group: prepare(of_group(view.attention, group, shape.groups), group) for group in dict.fromkeys(groups)}
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]

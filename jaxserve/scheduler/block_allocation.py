@@ -28,6 +28,7 @@ class BlockAllocation:
       copied: (from, to): the last block at admission is a copy, to be made before it is read.
       publish_at: number of computed positions at which the next block can be published; infinite if none ever can.
       others: the request's blocks in the cache groups after the first; as many as here in each.
+      part: the part of the pool that the blocks are in, where it is split by rows (`row_parts`).
     """
 
     tokens: list[int]
@@ -40,6 +41,7 @@ class BlockAllocation:
     copied: tuple[int, int] | None = field(default=None, init=False)
     publish_at: float = field(default=inf, init=False)
     others: tuple[BlockAllocation, ...] = field(default=(), init=False)
+    part: int = field(default=0, init=False)
     _set_aside: int = field(default=0, init=False)  # blocks promised to this allocation and not yet in `blocks`
     _published: int = field(default=0, init=False)  # leading blocks that are published already
     _held: bool = field(default=False, init=False)

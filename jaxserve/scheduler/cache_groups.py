@@ -28,6 +28,7 @@ class CacheGroups:
       n_rows: most requests that run at once.
       most_tokens: most tokens of an iteration.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
+      parts: parts of the pools that are split by rows (`row_parts`); blocks of a part have numbers in a row.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -36,6 +37,7 @@ class CacheGroups:
     n_rows: int
     most_tokens: int
     draft_tokens: int = 0
+    parts: int = 1
 
     @classmethod
     def of(cls, windows: Iterable[int | None], *, max_context: int, **sizes: int) -> CacheGroups:
@@ -54,12 +56,16 @@ class CacheGroups:
         return self.windows.index(window) if window in self.windows else 0
 
     def blocks(self, n_blocks: int) -> tuple[int, ...]:
-        """Blocks of each group where the first has `n_blocks`.
+        """Blocks of each group, as many in each part, where the first has `n_blocks`.
 
         A group with a window gets what twice as many requests hold as can run, the others being reusable prefixes, but
         no more than requests of twice its window (or of max_context) need that fill the first pool. The tokens of one
         iteration come on top, because blocks are given back after it. A request that fits the first pool fits all.
         """
+        return tuple(self.parts * each for each in self._of_part(n_blocks // self.parts))
+
+    def _of_part(self, n_blocks: int) -> list[int]:
+        """Blocks of each group in a part where the first has `n_blocks`."""
         found, spare = [n_blocks], self.most_tokens // self.block_size
         for window in self.windows[1:]:
             assert window is not None
@@ -67,7 +73,16 @@ class CacheGroups:
             each = self._held(window, self.max_context)
             share = -(-n_blocks * each // self._held(self.windows[0], length))
             found.append(min(max(min(share, 2 * self.n_rows * each), each) + spare, n_blocks))
-        return tuple(found)
+        return found
+
+    def entries(self, row: int, numbers: Iterable[int], n_blocks: int) -> tuple[int, ...]:
+        """Block-table entries that measurements give a row.
+
+        They are the blocks of these numbers, modulo the size of each group. A row's are in one part, and rows take turns
+        with the parts.
+        """
+        sizes = [each // self.parts for each in self.blocks(n_blocks)]
+        return tuple(row % self.parts * size + number % size for number in numbers for size in sizes)
 
     def _held(self, window: int | None, tokens: int) -> int:
         """Blocks of one group that a request holds, without those of the tokens of an iteration."""
@@ -77,12 +92,12 @@ class CacheGroups:
     def fitting(self, n_blocks: int, tokens: int) -> int:
         """Requests of so many tokens that the pools hold at once."""
         spare, found = self.most_tokens // self.block_size, []
-        for window, blocks in zip(self.windows, self.blocks(n_blocks), strict=True):
+        for window, blocks in zip(self.windows, self._of_part(n_blocks // self.parts), strict=True):
             each = blocks * self.block_size // tokens  # if none gives a block back
             if window is not None:
                 each = max(each, (blocks - spare) // self._held(window, tokens))
             found.append(each)
-        return min(found)
+        return self.parts * min(found)
 
 
 class GroupedPool:
@@ -97,6 +112,7 @@ class GroupedPool:
         self.pools = tuple(pools)
         first = self.pools[0]
         self.n_blocks, self.block_size, self.n_slots = first.n_blocks, first.block_size, first.n_slots
+        self.request_slots = first.request_slots
         self.policy, self.prefix_cache = first.policy, first.prefix_cache
         self.gives_back = True
 
@@ -230,13 +246,16 @@ class GroupedPool:
         return [(each.allocation.blocks[: each.length // size], each) for each in sources]
 
 
-def make_pool(groups: CacheGroups, n_blocks: int, **settings: Any) -> SlotPool | GroupedPool:
-    """The slot pools of these groups, of which the first has `n_blocks`; `settings` are those of `SlotPool`."""
+def make_pool(groups: CacheGroups, n_blocks: int, *, part: int = 0, **settings: Any) -> SlotPool | GroupedPool:
+    """The slot pools of these groups in a part; `settings` are those of `SlotPool`.
+
+    Args:
+      n_blocks: of the first group in all parts.
+    """
     more = {"most_tokens": groups.most_tokens, "draft_tokens": groups.draft_tokens, **settings}
-    pools = [
-        SlotPool(blocks, groups.block_size, **settings)
-        if window is None
-        else WindowPool(blocks, groups.block_size, window=window, **more)
-        for window, blocks in zip(groups.windows, groups.blocks(n_blocks), strict=True)
-    ]
+    pools: list[SlotPool] = []
+    for window, total in zip(groups.windows, groups.blocks(n_blocks), strict=True):
+        blocks = total // groups.parts
+        sizes = {"n_blocks": blocks, "block_size": groups.block_size, "first_block": part * blocks}
+        pools.append(SlotPool(**sizes, **settings) if window is None else WindowPool(window=window, **sizes, **more))
     return pools[0] if len(pools) == 1 else GroupedPool(pools)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.iteration import Chunk, SamplerVariant
-from jaxserve.scheduler.cache_groups import GroupedPool
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.requests import RequestTable
+from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.speculation import DraftCandidate, DraftRequest, Speculation
 from jaxserve.scheduler.state import RequestState
 
@@ -22,7 +21,7 @@ class Drafting:
       speculation: decides how many tokens to draft for each row.
     """
 
-    def __init__(self, speculation: Speculation, pool: SlotPool | GroupedPool) -> None:
+    def __init__(self, speculation: Speculation, pool: Pool) -> None:
         self.speculation = speculation
         self._pool = pool
 

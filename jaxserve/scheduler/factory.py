@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import max_points
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
+from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.host_cache import HostCache
 from jaxserve.scheduler.order import make_order
 from jaxserve.scheduler.policy import make_policy
+from jaxserve.scheduler.row_parts import PartitionedPool, make_pools
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Drafter, Speculation
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
@@ -83,7 +84,7 @@ def make_scheduler(
         window=groups.windows[0],
         is_fixed=is_static or chunk is not None,
     )
-    pool = make_pool(
+    pool = make_pools(
         groups,
         n_blocks,
         policy=config.slot_policy,
@@ -91,6 +92,7 @@ def make_scheduler(
         prefix_blocks=None if chunk is None else chunk // groups.block_size,
     )
     if config.host_cache is not None:
+        assert not isinstance(pool, PartitionedPool)
         cache = HostCache(config.host_cache // config.replicas, block_bytes)
         cache.attach(pool.pools if isinstance(pool, GroupedPool) else [pool])
     return (StaticBatchScheduler if is_static else kind)(

@@ -59,7 +59,11 @@ class SlotPool:
         policy: SlotPolicy,
         prefix_cache: bool,
         prefix_blocks: int | None = None,
+        first_block: int = 0,
     ) -> None:
+        """Args:
+        first_block: number of its first block.
+        """
         if n_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {n_blocks} blocks of {block_size} slots is empty; both must be at least 1")
         if policy not in ("reserve", "grow"):
@@ -73,9 +77,10 @@ class SlotPool:
         self.listeners: list[BlockListener] = []
         self.host: HostCache | None = None
         self.group = 0
-        self._free = list(range(n_blocks - 1, -1, -1))  # never published or evicted; the lowest goes first
-        self._references = [0] * n_blocks
-        self._digest_of: list[bytes | None] = [None] * n_blocks
+        # Never published or evicted; the lowest goes first.
+        self._free = list(range(first_block + n_blocks - 1, first_block - 1, -1))
+        self._references = [0] * (first_block + n_blocks)
+        self._digest_of: list[bytes | None] = [None] * (first_block + n_blocks)
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by no request; LRU first
         self._set_aside = 0
@@ -85,6 +90,11 @@ class SlotPool:
     def n_slots(self) -> int:
         """Tokens the pool holds."""
         return self.n_blocks * self.block_size
+
+    @property
+    def request_slots(self) -> int:
+        """Tokens that one request can hold."""
+        return self.n_slots
 
     @property
     def num_available(self) -> int:

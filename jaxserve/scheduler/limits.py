@@ -16,7 +16,7 @@ class Limits:
     """The limits of one engine.
 
     Attributes:
-      slots: slots of one replica.
+      slots: slots that one request can have.
       endings: the model's end-of-text tokens.
       scoring: whether the engine serves prompt_logprobs and embeddings.
       has_tokenizer: whether the engine can turn tokens into text.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.row_parts import PartitionedPool, Pool
 
 MOST_BYTES = 16 * 2**20  # of changes that wait for the reader
 
@@ -54,7 +55,7 @@ class PrefixChanges:
     Of layers with different windows, those without a window count.
     """
 
-    def __init__(self, pools: Iterable[SlotPool | GroupedPool], wake: Callable[[], None]) -> None:
+    def __init__(self, pools: Iterable[Pool], wake: Callable[[], None]) -> None:
         """
         Args:
           pools: new ones, of the same block size.
@@ -65,7 +66,7 @@ class PrefixChanges:
         self._holders: dict[bytes, int] = {}  # digest -> number of replicas that have it
         self._changes: list[PrefixChange] = []
         self._bytes = 0
-        for pool in pools:
+        for pool in (part for each in pools for part in _parts(each)):
             listened = _with_longest_memory(pool)
             self._block_size = listened.block_size
             listened.listeners.append(self)
@@ -137,6 +138,10 @@ def size_of(change: PrefixChange) -> int:
     """Bytes that a change takes, about."""
     digests = 0 if isinstance(change, CacheCleared) else len(change.digests)
     return 64 + 64 * digests + (4 * len(change.tokens) if isinstance(change, BlocksStored) else 0)
+
+
+def _parts(pool: Pool) -> Sequence[SlotPool | GroupedPool]:
+    return pool.parts if isinstance(pool, PartitionedPool) else (pool,)
 
 
 def _with_longest_memory(pool: SlotPool | GroupedPool) -> SlotPool:

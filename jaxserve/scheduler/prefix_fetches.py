@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
-from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.host_cache import HostCopies, Load
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.requests import RequestTable
+from jaxserve.scheduler.row_parts import PartitionedPool, Pool
 from jaxserve.scheduler.state import RequestState
 
 
@@ -16,7 +15,7 @@ class PrefixFetches:
     Without a host cache it does nothing.
     """
 
-    def __init__(self, pool: SlotPool | GroupedPool, requests: RequestTable) -> None:
+    def __init__(self, pool: Pool, requests: RequestTable) -> None:
         self._pool = pool
         self._requests = requests
 
@@ -26,7 +25,7 @@ class PrefixFetches:
 
     def begin(self, state: RequestState) -> bool:
         """Whether the first request of the queue has left it to wait for its prefix, once each time that it waits."""
-        if self._pool.host is None or state.has_fetched:
+        if isinstance(self._pool, PartitionedPool) or self._pool.host is None or state.has_fetched:
             return False
         fetch = self._pool.fetch(state.allocation)
         if fetch is None:
@@ -40,6 +39,7 @@ class PrefixFetches:
         Args:
           intact: whether it is what had been stored; otherwise the block is forgotten, and computed again.
         """
+        assert not isinstance(self._pool, PartitionedPool)
         fetch = load.fetch
         if fetch.is_cancelled:
             return

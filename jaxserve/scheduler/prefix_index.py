@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
-from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.row_parts import Pool
 
 _PART = 32  # blocks that are hashed at first, then twice as many each time, because few prompts are cached far
 
@@ -17,11 +17,11 @@ class PrefixIndex:
     """All replicas' prefix caches in one dictionary, from a block's digest to its replicas.
 
     A look-up takes time with the prompt's cached blocks, however many replicas there are. The pools tell of each block
-    that they publish, evict or forget, on any thread. A pool whose layers have windows is asked itself, since a prefix
-    there is more than its blocks one after another.
+    that they publish, evict or forget, on any thread. A pool whose layers have windows, or which has parts, is asked
+    itself, since a prefix there is more than its blocks one after another.
     """
 
-    def __init__(self, pools: Sequence[SlotPool | GroupedPool]) -> None:
+    def __init__(self, pools: Sequence[Pool]) -> None:
         """
         Args:
           pools: new ones, of the same block size.

@@ -69,6 +69,12 @@ class RequestTable:
         """Requests with work in the batch or a last token in flight."""
         return len(self.running) + self.num_counted + self.num_finishing
 
+    def is_finishing(self, part: int) -> bool:
+        """Whether a request with blocks in this part of the pool has its last token in flight."""
+        return self.num_finishing > 0 and any(
+            state.phase is Phase.FINISHING and state.allocation.part == part for state in self.live.values()
+        )
+
     def add(self, state: RequestState) -> None:
         """Add a new request to the waiting queue."""
         self.live[state.name] = state

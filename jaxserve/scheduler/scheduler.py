@@ -17,15 +17,14 @@ from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult,
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketLadder
-from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.drafting import Drafting
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.order import ArrivalOrder, RequestOrder
 from jaxserve.scheduler.outputs import OutputProcessor, ScoredRange
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.prefix_fetches import PrefixFetches
 from jaxserve.scheduler.requests import RequestTable
+from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase, RequestState
 from jaxserve.scheduler.tenants import FairQueue
@@ -65,7 +64,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: SlotPool | GroupedPool,
+        pool: Pool,
         ladder: BucketLadder,
         *,
         max_rows: int,
@@ -265,7 +264,7 @@ class Scheduler:
             if start >= state.allocation.capacity:
                 if self.pool.shortage(state.allocation, start + 1):
                     may_admit = False
-                    if self.requests.num_finishing:
+                    if self.requests.is_finishing(state.allocation.part):
                         continue  # blocks become free when a plan in flight completes
                 self._extend(plan, state, start + 1)
                 if state.phase is not running:

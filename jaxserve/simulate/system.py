@@ -14,9 +14,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.iteration import IterationPlan
 from jaxserve.planning.cost import Roofline
 from jaxserve.scheduler.buckets import BucketCost
-from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
+from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.factory import make_scheduler
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import fleet
 from jaxserve.simulate.outcome import Outcome, OutcomeTable, ShortOutcome
@@ -176,7 +176,7 @@ class SimulationResult:
         """Share of the time that a stage is busy."""
         return self.busy / self.stages / self.duration if self.duration else 0.0
 
-    def recorder(self, pool: SlotPool | GroupedPool, *, sampled: bool) -> Watch:
+    def recorder(self, pool: Pool, *, sampled: bool) -> Watch:
         """Returns a function that records the load of each iteration and of the pool of a replica.
 
         Args:

@@ -283,7 +283,7 @@ class SimulatedReplica:
     def _admit_submitted(self) -> None:
         for request in self.submitted:
             try:
-                check_fits(request, self.scheduler.max_context, self.scheduler.pool.n_slots)
+                check_fits(request, self.scheduler.max_context, self.scheduler.pool.request_slots)
                 self.scheduler.submit(request)
             except InvalidRequest as refusal:
                 alive = self._alive.pop(request.request_id)

@@ -187,9 +187,7 @@ def make_plan(case: Case, index: int, steps: int, groups: CacheGroups, n_blocks:
                     request_id=str(row),
                     tokens=tuple(rng.integers(vocab_size, size=known).tolist()),
                     prompt_length=known,
-                    blocks=tuple(
-                        number % group for number in range(block, block + blocks) for group in groups.blocks(n_blocks)
-                    ),
+                    blocks=groups.entries(row, range(block, block + blocks), n_blocks),
                     sampling=SamplingParams(temperature=0.0, max_tokens=1),
                 )
             )

@@ -43,6 +43,14 @@ def test_drawn_bytes_are_known_but_for_a_few():
     assert known == [False, *[True] * 3, False, *[True] * 4, False]
 
 
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("seed", [marked(seed) for seed in range(20)])
+def test_pools_that_are_split_by_rows_too(seed: int) -> None:
+    found = predictions.compare(seed, rows=True)
+    assert all(each.holds for each in found), predictions.largest_misses(found).rows
+    assert all(each.known for each in found) or seed % 2 == 0
+
+
 @pytest.mark.aot
 @tpu
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
+from itertools import product
 from random import Random
 
 from jaxserve.iteration import (
@@ -17,10 +18,11 @@ from jaxserve.iteration import (
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
+from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.host_cache import HostCache, Load
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
+from jaxserve.scheduler.row_parts import PartitionedPool, make_pools
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase
@@ -67,8 +69,9 @@ class World:
         windows=(None,),
         tight=False,
         host=0,
+        parts=1,
     ) -> None:
-        """`host`: blocks of host memory."""
+        """`host`: blocks of host memory. `parts`: of the pool, each with so many slots."""
         costs = [BucketCost(size=size, compile_seconds=0.0, milliseconds=10.0 + size) for size in sorted(sizes)]
         groups = CacheGroups(
             windows=windows,
@@ -77,16 +80,20 @@ class World:
             n_rows=max_rows,
             most_tokens=max(sizes),
             draft_tokens=0 if errs is None else 5,
+            parts=parts,
         )
         n_blocks, settings = -(-slots // block_size), {"policy": policy, "prefix_cache": cache}
-        pool = make_pool(groups, n_blocks, **settings)
+        pool = make_pools(groups, parts * n_blocks, **settings)
         if tight and isinstance(pool, GroupedPool):  # only just enough for the longest request alone
             least = [min(n_blocks, each._bound + each._spare) for each in pool.pools[1:]]
             more = {"most_tokens": max(sizes), "draft_tokens": groups.draft_tokens, **settings}
             windowed = zip(least, windows[1:], strict=True)
             others = [WindowPool(blocks, block_size, window=window, **more) for blocks, window in windowed]
             pool = GroupedPool([pool.pools[0], *others])
-        self.pools = pool.pools if isinstance(pool, GroupedPool) else (pool,)
+        every = pool.parts if isinstance(pool, PartitionedPool) else (pool,)
+        self.parts = [part.pools if isinstance(part, GroupedPool) else (part,) for part in every]
+        self.pools = [each for part in self.parts for each in part]
+        self.parts_used: set[int] = set()
         for each in self.pools:
             each.growth_tokens = growth
         if host and mode != "request":
@@ -163,7 +170,7 @@ class World:
             if state.phase == Phase.RUNNING and not (exclusive and state.in_flight)
         }
         capacity = {state.name: state.allocation.capacity for state in live}
-        closing = scheduler.requests.num_finishing
+        closing = {state.allocation.part for state in live if state.phase == Phase.FINISHING}
         oldest = next((state for state in live if state.phase == Phase.RUNNING), None)
         plan = scheduler.schedule()
         if (copies := scheduler.fetches.take_copies()) is not None:
@@ -197,7 +204,7 @@ class World:
             shares.append(given[state.name])
             wanted.append(len(admission.tokens) - starts[admission.row])
             assert (
-                starts[admission.row] * len(self.pools) == len(admission.blocks) * self.device.block_size
+                starts[admission.row] * self.scheduler.pool.n_groups == len(admission.blocks) * self.device.block_size
                 or state.samples is not None
             )
         short = [index for index, share in enumerate(shares) if share < wanted[index]]
@@ -207,7 +214,8 @@ class World:
         # Decodes: everybody who can, each iteration; the latest stand back when rows or tokens do not suffice.
         decodes = [state for state in stayed if before[state.name] == 1]
         skipped = [state for state in decodes if state.name not in given]
-        waits = [s for s in skipped if closing and s.computed == capacity[s.name]]  # for blocks about to come back
+        closed = [s for s in skipped if s.allocation.part in closing]
+        waits = [s for s in closed if s.computed == capacity[s.name]]  # for blocks about to come back
         skipped = [s for s in skipped if s not in waits]
         if skipped:
             budget = min(self.policy.budget, self.policy.for_decodes)  # the latter is a share where several plans fly
@@ -220,11 +228,14 @@ class World:
                 earlier = [s for s in live if s.key < state.key and s.request.priority == state.request.priority]
                 # While others of its family compute the prompt, it is overtaken.
                 earlier = [s for s in earlier if s.samples is None or s.phase not in (Phase.WAITING, Phase.PREEMPTED)]
+                # While it waits for blocks of one part of the pool, those with blocks of another go on.
+                again = [s for s in earlier if s.has_begun and s.phase in (Phase.WAITING, Phase.PREEMPTED)]
+                earlier = [s for s in earlier if s not in again or len(self.parts) == 1]
                 # And while its prefix is on its way from the host, by requests that keep the blocks they get.
                 earlier = [s for s in earlier if not s.has_fetched or s.phase not in (Phase.WAITING, Phase.PREEMPTED)]
                 assert all(s.name in given or s.phase == Phase.FINISHING or s in waits for s in earlier)
         if oldest is not None and oldest.name in before and oldest.name not in given:
-            assert closing, "the oldest request stood still"
+            assert oldest.allocation.part in closing, "the oldest request stood still"
             assert oldest.computed == capacity[oldest.name]
         forks = {name for name, state in scheduler.requests.live.items() if state.samples is not None}
         self.in_flight.append((plan, self.device.run(plan, self.completed, forks)))
@@ -255,7 +266,7 @@ class World:
         assert rows
         assert len(rows) == len(set(rows)) <= max_chunks(plan.bucket, self.max_rows)
         assert {admission.row for admission in plan.admissions} <= set(rows)
-        groups = len(self.pools)
+        groups = self.scheduler.pool.n_groups
         for group in range(groups):
             copies = plan.block_copies[group::groups]
             copied = [copy.target for copy in copies]
@@ -295,10 +306,13 @@ class World:
         """Every block is in one place; every row and every count is right."""
         scheduler = self.scheduler
         live = scheduler.requests.live.values()
-        for group, pool in enumerate(self.pools):
-            held = [state.allocation.groups[group] for state in live if state.allocation.is_held]
+        for part, group in product(range(len(self.parts)), range(scheduler.pool.n_groups)):
+            pool = self.parts[part][group]
+            self.parts_used |= {part} if pool.slots_held else set()
+            owners = [state.allocation for state in live if state.allocation.is_held]
+            held = [each.groups[group] for each in owners if each.part == part]
             held += [fetch.holder.groups[group] for fetch in scheduler.requests.fetching]
-            self.check_pool(pool, held)
+            self.check_pool(pool, held, part * pool.n_blocks)
             assert all(len(each.blocks) * pool.block_size == each.capacity for each in held)
         for state in live:
             assert len({(each.capacity, each.is_held) for each in state.allocation.groups}) == 1
@@ -318,12 +332,12 @@ class World:
             assert not scheduler.preemptions
         assert set(scheduler.requests.live) <= set(self.clients)
 
-    def check_pool(self, pool: SlotPool, held: list[BlockAllocation]) -> None:
-        """Every block of a cache group is in one place, and every promise is kept."""
+    def check_pool(self, pool: SlotPool, held: list[BlockAllocation], first: int) -> None:
+        """Every block of a group in a part, from `first` on, is in one place; promises are kept."""
         references = Counter(block for each in held for block in each.blocks if block != NO_BLOCK)
-        assert [references[block] for block in range(pool.n_blocks)] == pool._references
+        assert [references[block] for block in range(first + pool.n_blocks)] == pool._references
         places = Counter([*pool._free, *pool._idle, *references])
-        assert places == Counter(range(pool.n_blocks))
+        assert places == Counter(range(first, first + pool.n_blocks))
         if isinstance(pool, WindowPool):
             promised = [each._set_aside for each in held]
             assert all(len(each.blocks) <= each._set_aside for each in held)

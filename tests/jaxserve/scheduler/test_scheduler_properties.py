@@ -63,9 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None,), (4,), (9,), (None, 1), (None, 4), (None, 9), (9, 2), (None, 9, 2)]),
         tight=st.booleans(),
         host=st.sampled_from([0, 0, 1, 4, 100]),
+        parts=st.sampled_from([1, 1, 2, 3]),
     )
-    def begin(self, tpot, **settings):
-        self.world = World(**settings, target=tpot)
+    def begin(self, tpot, host, parts, **settings):
+        self.world = World(**settings, target=tpot, parts=parts, host=host if parts == 1 else 0)
         self.count = 0
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -82,12 +83,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=salt,
             )
             self.count += 1
-            if request.prompt and request.max_length <= min(MAX_CONTEXT, self.world.scheduler.pool.n_slots):
+            if request.prompt and request.max_length <= min(MAX_CONTEXT, self.world.scheduler.pool.request_slots):
                 for sample in samples_of(request, samples):
                     self.world.submit(sample)
             else:
                 with pytest.raises(InvalidRequest, match=r"^(prompt|max_tokens): "):
-                    check_fits(request, MAX_CONTEXT, self.world.scheduler.pool.n_slots)
+                    check_fits(request, MAX_CONTEXT, self.world.scheduler.pool.request_slots)
 
     @rule(times=st.integers(1, 12))
     def run(self, times):
@@ -222,13 +223,24 @@ def test_a_crowd_with_a_host_cache(windows, n_stages, seed):
     assert not cache.bytes_used
 
 
-def crowd(policy, mode, n_stages, seed, errs=None, grammars=0.0, windows=(None,), tight=False, host=0) -> World:
+@stages_and_seeds(8)
+@pytest.mark.parametrize("policy", ["grow", "reserve"])
+def test_a_crowd_in_a_pool_of_parts(policy, n_stages, seed):
+    """The same where each part of the pool has the blocks of its own requests."""
+    windows, parts = ((None,), (None,), (7,), (None, 4))[seed % 4], 2 + seed % 2
+    world = crowd(policy, "iteration", n_stages, seed, errs=0.2 if seed % 2 else None, windows=windows, parts=parts)
+    assert world.parts_used == set(range(parts))
+
+
+def crowd(
+    policy, mode, n_stages, seed, errs=None, grammars=0.0, windows=(None,), tight=False, host=0, parts=1
+) -> World:
     draw = Random(seed)
     block_size = draw.choice([1, 2, 3, 4])
     slots = draw.randint(MAX_CONTEXT, 3 * MAX_CONTEXT)
     sizes, growth = {1, 3, 6, 10, 16}, seed % 3
     rows, cache = draw.randint(3, 6), seed % 4 > 0
-    more = {"errs": errs, "windows": windows, "tight": tight, "host": host}
+    more = {"errs": errs, "windows": windows, "tight": tight, "host": host, "parts": parts}
     world = World(policy, mode, n_stages, rows, block_size, slots, sizes, None, cache, growth, **more)
     for count in range(60):
         before = SHARED[: draw.randint(0, 12)] if draw.random() < 0.7 else draw.choice(world.transcripts)
