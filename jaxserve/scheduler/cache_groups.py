@@ -78,7 +78,7 @@ class CacheGroups:
     def entries(self, row: int, numbers: Iterable[int], n_blocks: int) -> tuple[int, ...]:
         """Block-table entries that measurements give a row.
 
-        They are the blocks of these numbers, modulo the size of each group. A row's are in one part, and rows take turns
+        They are the blocks of these numbers, modulo the size of each group. A row has one part, and rows take turns
         with the parts.
         """
         sizes = [each // self.parts for each in self.blocks(n_blocks)]
