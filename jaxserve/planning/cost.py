@@ -24,7 +24,7 @@ from sharding.devices import Topology
 
 
 class Collective(NamedTuple):
-    """An exchange of the partial results of one matmul or lookup, or of the parts of an array, among devices.
+    """An exchange among devices of a matmul's or lookup's partial results, or an array's parts.
 
     Attributes:
       kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute, as XLA calls them.
@@ -264,7 +264,7 @@ class Roofline:
     def totals(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
     ) -> list[float]:
-        """Seconds of an iteration by stage, all causes together. The arguments are those of `__call__`."""
+        """An iteration's seconds by stage, all causes together. Arguments as of `__call__`."""
         return [
             compute + memory + links + overhead
             for compute, memory, links, overhead in self._stages(chunks, bucket, decodes)
@@ -305,7 +305,7 @@ class Roofline:
         return stages
 
     def parts(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Parts]:
-        """Seconds of an iteration by what is done, by stage. They add up to the total, unless causes overlap.
+        """An iteration's seconds by cause and stage; they add up to the total unless causes overlap.
 
         The arguments are those of `__call__`.
         """

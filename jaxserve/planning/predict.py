@@ -177,7 +177,7 @@ class Plan:
         return Roofline(loads, deployment.topology, dtype=deployment.dtype, fit=fit)
 
     def parts(self, bucket: BucketPlan) -> Parts | None:
-        """Seconds of a bucket's iteration through all stages, by what is done; None if its times are unknown."""
+        """Seconds of a bucket's iteration through all stages, by cause; None if unknown."""
         if not bucket.stages:
             return None
         stages = self.roofline(bucket=bucket.tokens).parts(_chunks(self.deployment, bucket.tokens))

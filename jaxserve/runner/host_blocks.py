@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.runner.block_copies import COUNT, HostBlock
 from jaxserve.runner.stage import StageRunner
-from jaxserve.scheduler.host_cache import HostCopies, Load, Store
+from jaxserve.scheduler.host_cache import BlockLoad, HostCopies, Store
 
 DEVICE_BYTES = 256 * 2**20  # on each device, of blocks that are on their way in one direction; at least one launch
 _PINNED = "pinned_host"
@@ -25,14 +25,14 @@ _PINNED = "pinned_host"
 class _Wanted(NamedTuple):
     """A load that is not launched yet, and what is held for it."""
 
-    load: Load
+    load: BlockLoad
     held: Sequence[HostBlock | None]
 
 
 class _Loading(NamedTuple):
     """Loads launched together, and whether each block is intact on each stage, bool[COUNT]."""
 
-    loads: Sequence[Load]
+    loads: Sequence[BlockLoad]
     intact: Sequence[Any]
 
 
@@ -108,13 +108,13 @@ class HostBlocks:
             return blocks
         return jax.device_put(blocks, jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(kind), blocks))
 
-    def landed(self, *, wait: bool) -> list[tuple[Load, bool]]:
+    def landed(self, *, wait: bool) -> list[tuple[BlockLoad, bool]]:
         """The loads that have landed since the last call, and whether each block is intact.
 
         Args:
           wait: wait for the oldest, if there is one.
         """
-        found: list[tuple[Load, bool]] = []
+        found: list[tuple[BlockLoad, bool]] = []
         while self._loading and (wait or all(each.is_ready() for each in self._loading[0].intact)):
             loads, intact = self._loading.popleft()
             good = np.logical_and.reduce([np.asarray(each) for each in intact])

@@ -1,4 +1,4 @@
-"""Cache groups: layers with the same sliding window have a slot pool and block tables of their own.
+"""Cache groups: layers of one sliding window, with their own slot pool and block tables.
 
 A block of the first group holds keys and values of a run of positions in the layers with the widest window (or none); a
 block of another group holds those of the layers with its window. Blocks of every group are numbered from 0, and a row's
@@ -138,14 +138,14 @@ class GroupedPool:
 
     @property
     def slots_cached(self) -> int:
-        """Slots of the first group in blocks that no request holds and that a prefix lookup can find."""
+        """Slots of the first group in cached blocks that no request holds."""
         return self.pools[0].slots_cached
 
     def _fullest(self, slots: list[int]) -> int:
         return max(-(-each * self.n_slots // pool.n_slots) for each, pool in zip(slots, self.pools, strict=True))
 
     def cached_tokens(self, allocation: BlockAllocation) -> int:
-        """Tokens of `allocation` that the prefix cache holds now, on the host too. Any thread may call this."""
+        """Tokens of `allocation` in the prefix cache now, host included. For any thread."""
         return len(self._match(allocation, anywhere=True)[0]) * self.block_size
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
@@ -185,7 +185,7 @@ class GroupedPool:
             pool.release(each)
 
     def publish(self, allocation: BlockAllocation, computed: int) -> None:
-        """Make the full blocks among the first `computed` positions available (see `SlotPool.publish`)."""
+        """Publishes the full blocks among the first `computed` positions (see `SlotPool.publish`)."""
         for pool, each in self._parts(allocation):
             pool.publish(each, computed)
 

@@ -49,7 +49,7 @@ class Fetch:
     is_cancelled: bool = False
 
 
-class Load(NamedTuple):
+class BlockLoad(NamedTuple):
     """A copy of the block that is called `key` on the host to a block of the device.
 
     Attributes:
@@ -67,7 +67,7 @@ class HostCopies(NamedTuple):
     """Copies before the next iteration: all stores, then all loads; then `drops` are forgotten."""
 
     stores: list[Store]
-    loads: list[Load]
+    loads: list[BlockLoad]
     drops: list[int]
 
 
@@ -133,7 +133,7 @@ class HostCache:
         fetch.copied.append((group, index))
         return self._keys[group, digest]
 
-    def start(self, loads: Sequence[Load]) -> None:
+    def start(self, loads: Sequence[BlockLoad]) -> None:
         """Ask for copies to the device."""
         for load in loads:
             load.fetch.pending += 1

@@ -8,7 +8,7 @@ from math import inf
 from typing import Literal
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener, SharedPrefix, make_room
-from jaxserve.scheduler.host_cache import ON_HOST, Fetch, HostCache, Load
+from jaxserve.scheduler.host_cache import ON_HOST, BlockLoad, Fetch, HostCache
 
 SlotPolicy = Literal["reserve", "grow"]
 
@@ -429,7 +429,7 @@ class SlotPool:
         for (index, key), block in zip(keys.items(), self._take(len(keys)), strict=True):
             self._references[block] = 1
             blocks[index] = block
-            loads.append(Load(key, self.group, block, index, fetch))
+            loads.append(BlockLoad(key, self.group, block, index, fetch))
         holder.blocks, holder.capacity = blocks, len(blocks) * self.block_size
         self.host.start(loads)
 

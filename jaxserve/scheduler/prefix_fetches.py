@@ -1,9 +1,9 @@
-"""The scheduler's part of a host cache: requests wait for prefixes that are on their way to the devices."""
+"""The scheduler's part of a host cache: requests that wait for prefixes on their way."""
 
 from __future__ import annotations
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
-from jaxserve.scheduler.host_cache import HostCopies, Load
+from jaxserve.scheduler.host_cache import BlockLoad, HostCopies
 from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.row_parts import PartitionedPool, Pool
 from jaxserve.scheduler.state import RequestState
@@ -20,11 +20,11 @@ class PrefixFetches:
         self._requests = requests
 
     def take_copies(self) -> HostCopies | None:
-        """The copies from and to the host to launch before the plan that `schedule` has just returned, if any."""
+        """Copies from and to the host to launch before the plan that `schedule` just returned."""
         return None if self._pool.host is None else self._pool.host.take()
 
     def begin(self, state: RequestState) -> bool:
-        """Whether the first request of the queue has left it to wait for its prefix, once each time that it waits."""
+        """Whether the queue's first request left it to wait for its prefix, once each such wait."""
         if isinstance(self._pool, PartitionedPool) or self._pool.host is None or state.has_fetched:
             return False
         fetch = self._pool.fetch(state.allocation)
@@ -33,7 +33,7 @@ class PrefixFetches:
         self._requests.wait_for(fetch)
         return True
 
-    def landed(self, load: Load, *, intact: bool) -> None:
+    def landed(self, load: BlockLoad, *, intact: bool) -> None:
         """Note that a copy from the host has landed.
 
         Args:
@@ -51,7 +51,7 @@ class PrefixFetches:
             self._requests.fetched(fetch)
 
     def cancel_for(self, allocation: BlockAllocation, length: int) -> None:
-        """Cancel fetches, the newest first, while the pool lacks blocks for an allocation's first `length` tokens."""
+        """Cancels fetches, newest first, while an allocation's first `length` tokens lack blocks."""
         while self._requests.fetching and self._pool.shortage(allocation, length):
             fetch = next(reversed(self._requests.fetching))
             fetch.is_cancelled = True  # copies that are launched do no harm: the device runs in order

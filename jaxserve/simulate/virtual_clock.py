@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import Request, TokenEvent
-from jaxserve.scheduler.host_cache import HostCopies, Load
+from jaxserve.scheduler.host_cache import BlockLoad, HostCopies
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import check_fits
 from jaxserve.simulate.outcome import GapCounts, Outcome, TableOutcome
@@ -97,7 +97,7 @@ class SimulatedCopies:
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._seconds = seconds
-        self._loading: deque[tuple[float, Load]] = deque()
+        self._loading: deque[tuple[float, BlockLoad]] = deque()
         self._free = 0.0  # when the link is
 
     @property
@@ -117,7 +117,7 @@ class SimulatedCopies:
             self._free += self._seconds[load.group]
             self._loading.append((self._free, load))
 
-    def landed(self, now: float) -> Iterator[Load]:
+    def landed(self, now: float) -> Iterator[BlockLoad]:
         """Take the copies from the host that have landed."""
         while self._loading and self._loading[0][0] <= now:
             yield self._loading.popleft()[1]

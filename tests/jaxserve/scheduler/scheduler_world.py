@@ -19,7 +19,7 @@ from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
-from jaxserve.scheduler.host_cache import HostCache, Load
+from jaxserve.scheduler.host_cache import BlockLoad, HostCache
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.row_parts import PartitionedPool, make_pools
@@ -98,7 +98,7 @@ class World:
             each.growth_tokens = growth
         if host and mode != "request":
             HostCache(host, [1] * len(windows)).attach(self.pools)
-        self.copying: list[tuple[Load, bool]] = []  # copies from the host that have not landed, and whether intact
+        self.copying: list[tuple[BlockLoad, bool]] = []  # copies from the host that have not landed, and whether intact
         ladder, speculation = BucketLadder(costs), None
         self.max_points = max_rows
         if errs is not None:
