@@ -103,8 +103,8 @@ class PartitionedPool:
     def flush(self, allocations: Iterable[BlockAllocation] = ()) -> None:
         """Forget every cached prefix, and never publish the blocks that `allocations` hold now."""
         held = list(allocations)
-        for index, part in enumerate(self.parts):
-            part.flush([each for each in held if each.part == index])
+        for part in self.parts:
+            part.flush(held)
 
 
 Pool = SlotPool | GroupedPool | PartitionedPool

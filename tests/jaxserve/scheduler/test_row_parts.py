@@ -69,13 +69,12 @@ def test_a_prefix_attracts_as_much_as_it_saves() -> None:
     slots = pool()
     slots.release(run(slots, request(0, range(16))))
     assert slots.slots_cached == 16
-    run(slots, request(4))  # in the first part too
+    fill(slots, 0, 12)
     again, longer = request(0, range(17)), request(0, range(5, 22))
     assert slots.cached_tokens(again) == 16
     assert slots.cached_tokens(longer) == 0
-    assert (run(slots, longer).part, run(slots, again).part) == (1, 0)
+    assert (run(slots, again).part, run(slots, longer).part) == (0, 1)
     assert again.blocks[:4] == [0, 1, 2, 3]
-    fill(slots, 0, 8)
     assert run(slots, request(0, range(9))).part == 1  # 8 tokens less do not make up for a fuller part
     assert slots.cached_tokens(request(0, range(17))) == 16
 
@@ -104,7 +103,7 @@ def test_who_is_preempted_is_in_the_same_part() -> None:
     assert slots.shortage(found[0], 16) == 0
     assert slots.shortage(found[0], 20) == 1
     assert slots.shortage(found[1], 12) == 1
-    assert slots.extend(found[1], 12, reversed(found)) == [found[2]]
+    assert slots.extend(found[1], 12, [found[0], found[2], found[1]]) == [found[2]]
     assert [each.is_held for each in found] == [True, True, False]
 
 
