@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.request import Request, TokenEvent
+    from jaxserve.scheduler.limits import Limits
     from jaxserve.scheduler.prefix_changes import PrefixChange
     from jaxserve.startup_report import StartupReport
     from jaxserve.stats import IterationRecord, Load
@@ -39,7 +40,7 @@ class Vocabulary(Protocol):
 class EngineClient(Protocol):
     """What the server uses of an engine: `jaxserve.engine.Engine` or `RemoteEngine`.
 
-    `report`, `model_config`, `max_context`, `grammars` and `check` raise EngineNotReady until the engine is ready for
+    `report`, `model_config`, `max_context`, `limits` and `grammars` raise EngineNotReady until the engine is ready for
     the first time; nothing else does. A recorder is called on an engine thread or on the event loop.
 
     Attributes:
@@ -58,6 +59,8 @@ class EngineClient(Protocol):
     @property
     def max_context(self) -> int: ...
     @property
+    def limits(self) -> Limits: ...
+    @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def request_defaults(self) -> Mapping[str, Any]: ...
@@ -68,7 +71,6 @@ class EngineClient(Protocol):
     @property
     def takes_requests(self) -> bool: ...
 
-    def check(self, request: Request) -> None: ...
     def submit(self, request: Request, sink: Sink) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def load(self) -> Load: ...

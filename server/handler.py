@@ -17,7 +17,6 @@ from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import expand_samples
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler.state import check_fits
 from server import errors
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
@@ -235,7 +234,6 @@ class RequestHandler:
         self._check_sizes([fields], is_cut=is_cut)
         with self._admitted([fields], call, params.width, defaults) as ticket:
             (request,) = await self._parse([fields], call, adjust, defaults, is_cut=is_cut)
-            self.engine.check(request)
             ticket.correct(params.width * request.max_length)
             ticket.keep()
             search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
@@ -323,7 +321,7 @@ class RequestHandler:
                 longest_text=longest_text,
             )
             request = adjust(request)
-            check_fits(request, self.engine.max_context, self.engine.report.request_slots)
+            self.engine.limits.check(request)
             return request
 
         work = sum(map(tokenizing_work, prompts))

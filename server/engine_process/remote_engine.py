@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineStopped, WrongState
 from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.prefix_changes import CacheCleared, PrefixChange
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load, total
@@ -100,7 +101,12 @@ class RemoteEngine:
 
     @property
     def max_context(self) -> int:
-        return self._known().limits.max_context
+        return self.limits.max_context
+
+    @property
+    def limits(self) -> Limits:
+        """What `submit` does not check: the server has, when it read the request."""
+        return self._known().limits
 
     @property
     def grammars(self) -> GrammarCompiler | None:
@@ -118,18 +124,14 @@ class RemoteEngine:
     def takes_requests(self) -> bool:
         return self._info is not None and (self._problem is None or self._returns)
 
-    def check(self, request: Request) -> None:
-        """Like `jaxserve.engine.Engine.check`, without grammars, which `grammars` checks."""
-        self._known().limits.check(request)
-
     def submit(self, request: Request, sink: Sink) -> None:
         """See `jaxserve.engine.Engine.submit`. A request waits while there is no engine process.
 
-        The caller has checked that the queue is not full (`server.admission`), and chosen an unused id.
+        The caller has checked the request (`limits`) and that the queue is not full (`server.admission`), and chosen
+        an unused id.
         """
         if not self.takes_requests:
             raise EngineStopped(self._problem)
-        self.check(request)
         assert request.request_id not in self._requests
         submitted = self._requests[request.request_id] = _Submitted(request, sink)
         if self._send is not None:
