@@ -300,9 +300,9 @@ def compute_dtype(config: EngineConfig) -> jnp.dtype:
 
 
 def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[StageRunner]) -> int:
-    """Blocks of the first cache group that every device of a stage has room for.
+    """Blocks of the first cache group that every device of a stage can hold.
 
-    As many of the model that drafts on it have room too.
+    As many of the model that drafts on it fit too.
     """
     programs = stage.programs
     shape, parts = programs.shape.attention, programs.shape.groups.parts

@@ -249,10 +249,10 @@ class RequestHandler:
         Args:
           most: most tokens to generate, unless its min_tokens are more.
         """
-        room = self._longest - len(request.prompt)
+        left = self._longest - len(request.prompt)
         if most is not None:
-            room = min(room, max(most, request.sampling.min_tokens))
-        return replace(request, sampling=replace(request.sampling, max_tokens=max(1, room)))
+            left = min(left, max(most, request.sampling.min_tokens))
+        return replace(request, sampling=replace(request.sampling, max_tokens=max(1, left)))
 
     def truncate(self, request: Request, most: int) -> Request:
         """The request with its prompt's last `most` tokens; -1: as many as fit beside max_tokens."""

@@ -42,11 +42,11 @@ def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Me
     Slow buckets run fewer times, since they take most of the start.
     """
     shape, buckets = pipeline.shape, pipeline.stages[0].buckets
-    room = min(shape.max_context, n_blocks // shape.groups.parts * shape.attention.block_size) - 1
-    short, long = min(_CONTEXT, room), min(_LONG_CONTEXT, room)
+    longest = min(shape.max_context, n_blocks // shape.groups.parts * shape.attention.block_size) - 1
+    short, long = min(_CONTEXT, longest), min(_LONG_CONTEXT, longest)
     tables = _Tables(shape, n_blocks, long + 1)
     _spans(pipeline, tables, buckets[0], [Chunk(0, short, 1, True)], admissions=tables.admissions())
-    full = [(bucket, _full(bucket, max_chunks(bucket, shape.max_rows), short, room)) for bucket in buckets]
+    full = [(bucket, _full(bucket, max_chunks(bucket, shape.max_rows), short, longest)) for bucket in buckets]
     bucket = min((size for size in buckets if size >= shape.max_rows), default=buckets[-1])
     rows = range(max_chunks(bucket, shape.max_rows))
     works = full + [(bucket, [Chunk(row, context, 1, True) for row in rows]) for context in (short, long)]
@@ -70,9 +70,9 @@ def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Me
     return Measured(costs, max(slope, 0.0))
 
 
-def _full(bucket: int, rows: int, context: int, room: int) -> list[Chunk]:
+def _full(bucket: int, rows: int, context: int, longest: int) -> list[Chunk]:
     """The chunks that fill a bucket: one prompt, and decodes in all other rows."""
-    prompt = min(bucket - rows + 1, room + 1)
+    prompt = min(bucket - rows + 1, longest + 1)
     chunks = [Chunk(row, context, 1, True) for row in range(rows - 1)]
     return [*chunks, Chunk(rows - 1, 0, prompt, True) if prompt > 1 else Chunk(rows - 1, context, 1, True)]
 
@@ -106,7 +106,7 @@ def _spans(
     finished: list[float] = []
     wanted, runs = _RUNS, -len(pipeline.stages)  # as many fill the stages, and are not timed
     while runs < wanted:
-        while pipeline.has_room and runs + pipeline.in_flight < wanted:
+        while pipeline.has_capacity and runs + pipeline.in_flight < wanted:
             pipeline.launch(plan, packed)
         pipeline.wait()
         finished.append(time.perf_counter())

@@ -190,20 +190,20 @@ class Pipeline:
         return len(self._in_flight) + (self._unsampled is not None)
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether another iteration may be in flight."""
         return self.in_flight <= len(self.stages)
 
     def can_launch(self) -> bool:
         """Samples the newest iteration if it waits for masks; whether another may be launched."""
-        return self._sample_masked() and self.has_room
+        return self._sample_masked() and self.has_capacity
 
     def launch(self, plan: IterationPlan, packed: PackedPlan) -> None:
         """Enqueue an iteration; returns before it has run.
 
         If it waits for grammar masks, `can_launch` or `wait` enqueues its sampling.
         """
-        assert self.has_room
+        assert self.has_capacity
         assert self._unsampled is None
         masked = self._masks.launched(plan)
         self._unsampled = self._enqueue_layers(plan, packed)

@@ -177,11 +177,11 @@ def forward(
     used = jnp.arange(layout.bucket) < view.attention.query_offsets[-1]
     positions = jnp.where(used, view.attention.positions, -1)
     x, pool = model.layers(params, layers, x, positions, attend, pool, looped=looped, between=between)
-    room = shape.points - layout.points
-    points = jnp.pad(view.points, ((0, room), (0, 0)))
+    padding = shape.points - layout.points
+    points = jnp.pad(view.points, ((0, padding), (0, 0)))
     if layers.stop < model.config.num_layers:
         return Forward(pool, tables, points, x, None, None)
-    return Forward(pool, tables, points, x, x[jnp.pad(view.last, (0, room))], view.next_tokens)
+    return Forward(pool, tables, points, x, x[jnp.pad(view.last, (0, padding))], view.next_tokens)
 
 
 def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:

@@ -119,7 +119,7 @@ class SharedPrefix(NamedTuple):
     length: int
 
 
-def make_room(
+def preempt_for(
     shortage: Callable[[], int],
     release: Callable[[BlockAllocation], None],
     allocation: BlockAllocation,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix, make_room
+from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix, preempt_for
 from jaxserve.scheduler.host_cache import ON_HOST, Fetch, HostCache
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.window_pool import WindowPool, window_blocks
@@ -103,7 +103,7 @@ class CacheGroups:
 class GroupedPool:
     """The slot pools of several cache groups: a request has as many blocks in each.
 
-    It has the interface of `SlotPool`. A request is admitted if every group has room. A prefix is found as far as every
+    It has the interface of `SlotPool`. A request needs blocks in every group. A prefix is found as far as every
     group has it: all of its blocks without a window, those within the window before its end with one. When one group is
     short of blocks, requests that are preempted for it lose theirs in all.
     """
@@ -151,7 +151,7 @@ class GroupedPool:
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
         starts = zip(self._parts(allocation), self._first_blocks(allocation, source), strict=True)
-        return all(pool._has_room(each, hits) for (pool, each), (hits, _) in starts)
+        return all(pool._has_blocks(each, hits) for (pool, each), (hits, _) in starts)
 
     def admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> int:
         """Give `allocation` its first blocks in every group (see `SlotPool.admit`)."""
@@ -168,7 +168,7 @@ class GroupedPool:
         """Make `allocation` cover `length` positions in every group (see `SlotPool.extend`)."""
         victims = []
         if self.shortage(allocation, length):
-            victims = make_room(lambda: self.shortage(allocation, length), self.release, allocation, candidates)
+            victims = preempt_for(lambda: self.shortage(allocation, length), self.release, allocation, candidates)
         if allocation.is_held:
             for pool, each in self._parts(allocation):
                 pool._grow(each, length)
@@ -205,7 +205,7 @@ class GroupedPool:
         found = self._match(allocation, anywhere=True)
         parts = zip(self._parts(allocation), found, strict=True)
         if not any(ON_HOST in entries for entries in found) or not all(
-            pool._has_room(each, [block for block in entries if block != ON_HOST]) for (pool, each), entries in parts
+            pool._has_blocks(each, [block for block in entries if block != ON_HOST]) for (pool, each), entries in parts
         ):
             return None
         assert self.host is not None

@@ -42,7 +42,7 @@ class Drafting:
         Args:
           budget: most tokens of the iteration.
         """
-        if not self.speculation.has_room(len(states), budget):
+        if not self.speculation.fits(len(states), budget):
             return False
         if any(state.length - state.computed > 1 for state in states):
             return False
@@ -51,7 +51,7 @@ class Drafting:
     def lengthen(self, builder: PlanBuilder, budget: int) -> None:
         """Add drafted tokens to the decodes. No request is preempted for them."""
         speculation, states, chunks = self.speculation, builder.states, builder.chunks
-        if not speculation.has_room(len(states), budget):
+        if not speculation.fits(len(states), budget):
             return
         candidates = [_NOTHING if state.in_flight else self._candidate(state) for state in states]
         lengths = speculation.lengths(candidates, len(states), budget)

@@ -30,13 +30,13 @@ def fixed_chunk(config: EngineConfig, sizes: Sequence[int], block_size: int) -> 
     """
     if not config.deterministic:
         return None
-    room = min(sizes[-1], config.token_budget or sizes[-1]) - (config.max_rows - 1)
-    if room < block_size:
+    left = min(sizes[-1], config.token_budget or sizes[-1]) - (config.max_rows - 1)
+    if left < block_size:
         raise ValueError(
-            f"a bucket of {sizes[-1]} tokens leaves {max(room, 0)} beside {config.max_rows - 1} decodes; with "
+            f"a bucket of {sizes[-1]} tokens leaves {max(left, 0)} beside {config.max_rows - 1} decodes; with "
             f"deterministic a block of {block_size} must fit: a bucket of {config.max_rows - 1 + block_size} or more"
         )
-    return room // block_size * block_size
+    return left // block_size * block_size
 
 
 def make_scheduler(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Literal
 
-from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener, SharedPrefix, make_room
+from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener, SharedPrefix, preempt_for
 from jaxserve.scheduler.host_cache import ON_HOST, BlockLoad, Fetch, HostCache
 
 SlotPolicy = Literal["reserve", "grow"]
@@ -131,9 +131,9 @@ class SlotPool:
 
     def can_admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> bool:
         """Whether `admit(allocation, source)` has the blocks it needs."""
-        return self._has_room(allocation, self._first_blocks(allocation, source)[0])
+        return self._has_blocks(allocation, self._first_blocks(allocation, source)[0])
 
-    def _has_room(self, allocation: BlockAllocation, hits: list[int]) -> bool:
+    def _has_blocks(self, allocation: BlockAllocation, hits: list[int]) -> bool:
         # Hits that no request holds now stop being available; the others are counted there already.
         revived = sum(self._references[block] == 0 for block in hits if block != NO_BLOCK)
         need = self._to_set_aside(allocation) - len(hits) + revived
@@ -187,7 +187,7 @@ class SlotPool:
         """
         victims = []
         if self.shortage(allocation, length):
-            victims = make_room(lambda: self.shortage(allocation, length), self.release, allocation, candidates)
+            victims = preempt_for(lambda: self.shortage(allocation, length), self.release, allocation, candidates)
         if allocation._held:
             self._grow(allocation, length)
         return victims
@@ -400,10 +400,10 @@ class SlotPool:
     def fetch(self, allocation: BlockAllocation) -> Fetch | None:
         """Begin to bring the blocks of a prompt's prefix back from the host.
 
-        Returns None if there are none, or no room for the request. The caller calls `fetched` when the copies landed.
+        Returns None if there are none, or too few blocks. The caller calls `fetched` when the copies landed.
         """
         entries = self._match(allocation, anywhere=True)
-        if ON_HOST not in entries or not self._has_room(allocation, [block for block in entries if block != ON_HOST]):
+        if ON_HOST not in entries or not self._has_blocks(allocation, [block for block in entries if block != ON_HOST]):
             return None
         assert self.host is not None
         fetch = Fetch(allocation.prefix(len(entries) * self.block_size), self.host.generation)

@@ -301,16 +301,16 @@ class Scheduler:
             requests.waiting.charge_prompt(state)
         plan.prompt_tokens = tokens - plan.decodes
 
-    def _fill_with_prompts(self, plan: PlanBuilder, room: int) -> None:
-        """Share `room` tokens among the prompts in order."""
+    def _fill_with_prompts(self, plan: PlanBuilder, left: int) -> None:
+        """Share `left` tokens among the prompts in order."""
         long_chunks: list[tuple[RequestState, Chunk]] = []
         for state in plan.prompts:
             start = state.computed
-            length = min(state.length - start, room)
+            length = min(state.length - start, left)
             if self._fixed_chunk is not None:
                 length = min(state.length - start, self._fixed_chunk - start % self._fixed_chunk)
-                if length > room:
-                    length = room = 0
+                if length > left:
+                    length = left = 0
             if not length:
                 if state.phase == Phase.WAITING:  # the bucket is full; by the next plan there may be more prefix hits
                     self.pool.release(state.allocation)
@@ -324,7 +324,7 @@ class Scheduler:
                 plan.add(state, chunk)
             else:
                 long_chunks.append((state, chunk))
-            room -= length
+            left -= length
         for state, chunk in long_chunks:
             plan.add(state, chunk)
 

@@ -168,7 +168,7 @@ class Speculation:
         """An empty draft history for a request with these tokens."""
         return RequestDrafts(tokens, self._propose(tokens) if self.drafter is None else None, self._most)
 
-    def has_room(self, rows: int, budget: int) -> bool:
+    def fits(self, rows: int, budget: int) -> bool:
         """Whether an iteration that decodes `rows` rows could carry a draft."""
         return rows < min(self._max_points, budget, self._ladder.largest)
 

@@ -81,7 +81,7 @@ class WindowPool(SlotPool):
         beyond = self._beyond + max(after - bound, 0) - max(before - bound, 0)
         return self._set_aside + min(after, bound) - min(before, bound) + min(beyond, self._spare)
 
-    def _has_room(self, allocation: BlockAllocation, hits: list[int]) -> bool:
+    def _has_blocks(self, allocation: BlockAllocation, hits: list[int]) -> bool:
         need, requests = self._promised(0, self._to_set_aside(allocation)), self._num_held + 1
         if self.policy == "grow" and requests > 1:  # as in SlotPool, but windows do not grow
             growth = self.blocks_for(requests * self.growth_tokens)

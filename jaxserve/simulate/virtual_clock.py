@@ -139,8 +139,8 @@ class Arrivals(Sequence[Arrival]):
         job = self._jobs[index]
         asked, length = job.max_tokens, len(job.prompt)
         if self._max_tokens is not None:
-            room = self._max_tokens if self._max_context is None else min(self._max_tokens, self._max_context - length)
-            asked = max(asked, room)
+            most = self._max_tokens if self._max_context is None else min(self._max_tokens, self._max_context - length)
+            asked = max(asked, most)
         return Arrival(job.arrival, job.prompt, job.max_tokens, asked, 0, job.tenant)
 
 

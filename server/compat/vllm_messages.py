@@ -77,8 +77,8 @@ def adjusted(handler: RequestHandler, params: pb.SamplingParams, request: Reques
     if params.HasField("truncate_prompt_tokens"):
         most = params.truncate_prompt_tokens
         if most == -1:
-            room = min(handler.engine.max_context, handler.engine.report.request_slots)
-            most = max(1, room - (params.max_tokens or 1))
+            longest = min(handler.engine.max_context, handler.engine.report.request_slots)
+            most = max(1, longest - (params.max_tokens or 1))
         if most < 1:
             raise InvalidRequest("truncate_prompt_tokens", f"is {most}; it must be -1, or at least 1")
         request = dataclasses.replace(request, prompt=request.prompt[-most:])

@@ -159,7 +159,7 @@ def time_case(replica: EngineLoop, case: Case, steps: int) -> list[float]:
     for index in range(WARM_UP + steps):
         plan = make_plan(case, index, WARM_UP + steps, layout.groups, n_blocks, pipeline.model.config.vocab_size)
         pipeline.launch(plan, pack(plan, layout, n_blocks))
-        if not pipeline.has_room:
+        if not pipeline.has_capacity:
             pipeline.wait()
             finished.append(time.perf_counter())
     while pipeline.in_flight:

@@ -39,7 +39,7 @@ class MadeUp:
         return len(self._flying)
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return len(self._flying) <= 1
 
     def launch(self, plan, packed) -> None:

@@ -65,9 +65,9 @@ def test_draft_count_maximizes_tokens_per_ms(candidates, rows, budget, waits, le
 
 def test_a_full_iteration_is_not_even_looked_at() -> None:
     made = Speculation(ladder({1: 10, 8: 30}), most=7, max_points=6, waits=True)
-    assert made.has_room(5, 8)
-    assert not made.has_room(6, 8)
-    assert not made.has_room(3, 3)
+    assert made.fits(5, 8)
+    assert not made.fits(6, 8)
+    assert not made.fits(3, 3)
 
 
 @pytest.mark.parametrize(("price", "lengths"), [(0.1, [3]), (6.0, [3]), (6.6, [1]), (9.0, [0])])
