@@ -142,7 +142,7 @@ def compare(seed: int, topology: str | None = None, *, rows: bool = False) -> li
     plan = predict(deployment)
     where = targets.devices_of(deployment.topology) if topology else targets.cpus(deployment.topology.num_devices)
     stages = compiled.compile_stages(plan, where, lambda *_: None)
-    tokens, rows = deployment.buckets[-1], deployment.engine.max_rows
+    tokens, max_rows = deployment.buckets[-1], deployment.engine.max_rows
     return [
         Comparison(
             seed=seed,
@@ -151,7 +151,7 @@ def compare(seed: int, topology: str | None = None, *, rows: bool = False) -> li
             bytes_known=predicted.activations_known,
             known=(foreseen := predicted.load.collectives) is not None,
             kinds=(compiled.count_kinds(foreseen or ()), compiled.count_kinds(found.collectives)),
-            payloads=(carried(foreseen or (), tokens, rows), carried(found.collectives, tokens, rows)),
+            payloads=(carried(foreseen or (), tokens, max_rows), carried(found.collectives, tokens, max_rows)),
             nbytes=(predicted.total, found.total),
         )
         for index, (predicted, found) in enumerate(zip(plan.stages, stages, strict=True))

@@ -24,7 +24,7 @@ from server.beam_search import BeamSearchCall
 from server.call import ActiveCalls, Call, Generation, Observer
 from server.engine_client import EngineNotReady, EventDelivery
 from server.kv_events import KvEventLog
-from server.text import TextTools, most_tokens, offload_if_long, tokenizing_work
+from server.text import TextTools, most_tokens, offload_if_long, parsing_work
 
 if TYPE_CHECKING:
     from server.engine_client import EngineClient
@@ -324,7 +324,7 @@ class RequestHandler:
             self.engine.limits.check(request)
             return request
 
-        work = sum(map(tokenizing_work, prompts))
+        work = sum(map(parsing_work, prompts))
         return await offload_if_long(work, lambda: [parse(fields) for fields in prompts])
 
     async def _compile_grammars(self, requests: Sequence[Request]) -> list[object]:

@@ -91,9 +91,12 @@ def _text(part: Any) -> str:
         return ""  # the template fails on it as well, and says so
 
 
-def tokenizing_work(fields: Mapping[str, Any]) -> int:
-    """The size of a prompt for `offload_if_long`. A chat counts as long, for its template."""
-    return _LONG_TEXT + 1 if fields.get("messages") else most_tokens(fields)
+def parsing_work(fields: Mapping[str, Any]) -> int:
+    """The size of a request for `offload_if_long`. A chat counts as long, for its template."""
+    if fields.get("messages"):
+        return _LONG_TEXT + 1
+    biases = fields.get("logit_bias")
+    return most_tokens(fields) + (len(biases) if isinstance(biases, Mapping) else 0)
 
 
 async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

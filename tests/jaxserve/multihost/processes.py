@@ -81,7 +81,8 @@ class Cable:
         self.port = self._listening.getsockname()[1]
         self._ends: list[socket.socket] = []
         self._silent = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -104,6 +105,9 @@ class Cable:
 
     def close(self) -> None:
         """Both ends hear of it."""
+        with contextlib.suppress(OSError):  # it is closed already
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()  # so that no end comes after the last
         self._listening.close()
         for end in self._ends:
             with contextlib.suppress(OSError):
