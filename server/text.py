@@ -78,8 +78,9 @@ def most_tokens(fields: Mapping[str, Any]) -> int:
     is tokenized.
     """
     texts = [] if (text := fields.get("prompt")) is None else [text]
-    texts += [_text(part) for message in fields.get("messages") or () for part in message.values()]
-    texts += map(_text, fields.get("tools") or ())
+    if messages := fields.get("messages"):  # without them tools are refused, whatever they are
+        texts += [_text(part) for message in messages for part in message.values()]
+        texts += map(_text, fields.get("tools") or ())
     return sum(len(text.encode(errors="replace")) for text in texts) + len(fields.get("prompt_token_ids") or ())
 
 

@@ -231,6 +231,8 @@ def test_generate_over_http(serve: Serve) -> None:
         assert (status, answer["error"][:10]) == (400, "max_tokens")
         status, answer = await post(it, f"{PATH}/generate_stream", text_input="abc", odd=0)
         assert (status, answer["error"][:3]) == (400, "odd")
+        status, answer = await post(it, f"{PATH}/generate", text_input="abc", tools=67108863)
+        assert (status, answer["error"][:5]) == (400, "tools")
 
     serve(scenario, http_port=0)
 
