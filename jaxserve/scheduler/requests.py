@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -32,7 +33,8 @@ class RequestTable:
       fetching: what is on its way from the host, oldest first, and for which WAITING request, unless it has ended; it
         is in no queue meanwhile.
       free_rows: rows that no request has, as a heap.
-      num_finishing / num_preempted / preempted_tokens: requests (and their tokens) in these phases.
+      num_preempted / preempted_tokens: preempted requests, and their tokens.
+      finishing: number of requests whose last token is in flight, by the part of the pool with their blocks.
     """
 
     def __init__(self, n_rows: int, waiting: FairQueue, *, rows_are_exclusive: bool, boundary: int | None) -> None:
@@ -46,7 +48,8 @@ class RequestTable:
         self.samples = ParallelSampleGroups(self.waiting, boundary=boundary)
         self.fetching: dict[Fetch, RequestState | None] = {}
         self.free_rows = list(range(n_rows))
-        self.num_counted = self.num_finishing = self.num_preempted = self.preempted_tokens = 0
+        self.num_counted = self.num_preempted = self.preempted_tokens = 0
+        self.finishing: Counter[int] = Counter()
         self._exclusive = rows_are_exclusive
 
     @property
@@ -67,13 +70,7 @@ class RequestTable:
     @property
     def num_running(self) -> int:
         """Requests with work in the batch or a last token in flight."""
-        return len(self.running) + self.num_counted + self.num_finishing
-
-    def is_finishing(self, part: int) -> bool:
-        """Whether a request with blocks in this part of the pool has its last token in flight."""
-        return self.num_finishing > 0 and any(
-            state.phase is Phase.FINISHING and state.allocation.part == part for state in self.live.values()
-        )
+        return len(self.running) + self.num_counted + self.finishing.total()
 
     def add(self, state: RequestState) -> None:
         """Add a new request to the waiting queue."""
@@ -106,7 +103,7 @@ class RequestTable:
         """Remove a request from the batch when its last token is in flight."""
         state.phase = Phase.FINISHING
         self.running.remove(state)
-        self.num_finishing += 1
+        self.finishing[state.allocation.part] += 1
         # The next plan may use the row: the device runs it after this one. A constrained request may need it back.
         if not self._exclusive and not state.is_constrained:
             self.leave_row(state)
@@ -115,7 +112,7 @@ class RequestTable:
         """Undo the newest launched token of a request, because it was withdrawn."""
         if state.phase == Phase.FINISHING:
             state.phase = Phase.RUNNING
-            self.num_finishing -= 1
+            self.finishing[state.allocation.part] -= 1
             insort(self.running, state, key=_by_key)
         assert state.phase == Phase.RUNNING
         state.length -= 1
@@ -174,7 +171,7 @@ class RequestTable:
         elif state.phase == Phase.RUNNING:
             self.running.remove(state)
         elif state.phase == Phase.FINISHING:
-            self.num_finishing -= 1
+            self.finishing[state.allocation.part] -= 1
         else:
             self.num_preempted -= 1
             self.preempted_tokens -= state.length

@@ -264,7 +264,7 @@ class Scheduler:
             if start >= state.allocation.capacity:
                 if self.pool.shortage(state.allocation, start + 1):
                     may_admit = False
-                    if self.requests.is_finishing(state.allocation.part):
+                    if self.requests.finishing[state.allocation.part]:
                         continue  # blocks become free when a plan in flight completes
                 self._extend(plan, state, start + 1)
                 if state.phase is not running:
