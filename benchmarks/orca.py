@@ -24,7 +24,6 @@ from jaxserve.planning.predict import Plan, predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
-from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
@@ -166,10 +165,9 @@ def ours_of(setup: Setup, fit: Fit) -> Serve:
     target = objective_of(setup, fit)
     roofline = setup.roofline(fit)
     ladder = BucketLadder(bucket_costs(roofline, default_sizes(OUR_ROWS, OUR_TOKENS), OUR_ROWS))
-    kind = SteadyScheduler if setup.stages == 1 else Scheduler  # batches share all rows: they are not counted
 
     def serve(coming: Sequence[Arrival]) -> list[Outcome]:
-        scheduler = kind(
+        scheduler = SteadyScheduler(
             SlotPool(setup.slots // OUR_BLOCK, OUR_BLOCK, policy="grow", prefix_cache=False),
             ladder,
             max_rows=OUR_ROWS,

@@ -165,15 +165,18 @@ class ObjectiveTokenBudget(DefaultTokenBudget):
         """The limit, or a plan's share of the decodes where several plans are in flight."""
         if self._batches == 1:
             return self._limit
-        return self._bucket(max(-(-len(_decoding(requests)) // self._batches), 1))
+        decodes = len(_decoding(requests)) + requests.num_counted
+        return self._bucket(max(-(-decodes // self._batches), 1))
 
     def prompt_budget(self, requests: RequestTable, plan: PlanBuilder, decode_budget: int) -> int:
         """Most tokens of the next iteration (see `paced`)."""
-        rows = plan
-        if self._batches > 1:
+        if self._batches == 1:
+            share, reads = plan.decodes, plan.slots_read(self._window)
+        else:
             rows = PlanBuilder()
             rows.states = _decoding(requests)
-        share, reads = -(-rows.decodes // self._batches), rows.slots_read(self._window)
+            share = -(-(rows.decodes + requests.num_counted) // self._batches)
+            reads = rows.slots_read(self._window) + requests.counted_slots
         prompts = sum(state.length for state in plan.prompts) + requests.waiting_tokens
         if (paced := self.paced(share, prompts, reads / self._batches)) is not None:
             return max(paced, decode_budget) if self._batches > 1 else paced

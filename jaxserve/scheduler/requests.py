@@ -28,7 +28,8 @@ class RequestTable:
       live: requests that have not ended, by id.
       waiting: requests in phase WAITING, except deferred samples.
       running: requests in phase RUNNING, by key.
-      num_counted: others in phase RUNNING, which decode and are only counted (in the simulator).
+      num_counted / counted_slots: others in phase RUNNING, which decode and are only counted (in the simulator), and
+        the slots that they read.
       samples: groups of requests with one prompt; a group may defer some of its requests.
       fetching: what is on its way from the host, oldest first, and for which WAITING request, unless it has ended; it
         is in no queue meanwhile.
@@ -48,7 +49,7 @@ class RequestTable:
         self.samples = ParallelSampleGroups(self.waiting, boundary=boundary)
         self.fetching: dict[Fetch, RequestState | None] = {}
         self.free_rows = list(range(n_rows))
-        self.num_counted = self.num_preempted = self.preempted_tokens = 0
+        self.num_counted = self.counted_slots = self.num_preempted = self.preempted_tokens = 0
         self.finishing: Counter[int] = Counter()
         self._exclusive = rows_are_exclusive
 

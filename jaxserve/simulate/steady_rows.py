@@ -27,7 +27,6 @@ from jaxserve.iteration import (
 from jaxserve.request import FinishReason, TokenEvent
 from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
-from jaxserve.scheduler.policy import ObjectiveTokenBudget
 from jaxserve.scheduler.scheduler import PlanInFlight, Scheduler
 from jaxserve.scheduler.state import Phase, RequestState
 
@@ -166,8 +165,7 @@ class SteadyScheduler(Scheduler):
     have. It is listed for good where the scheduler might have to choose between rows: when blocks are short, when
     tenants take turns, or when not all decodes fit.
 
-    With several stages the rows of a batch are in every plan of their group. A policy that shares all rows among the
-    batches (`ObjectiveTokenBudget`) has them listed.
+    With several stages the rows of a batch are in every plan of their group.
 
     Attributes:
       last_of: the position of the last token that a request will have, by its id.
@@ -182,12 +180,7 @@ class SteadyScheduler(Scheduler):
         self._steady: dict[str, _SteadyRow] = {}
         self._groups = [SteadyGroup()]
         self._plans: deque[SteadyPlan] = deque()  # in flight
-        self._can_count = (
-            type(self.pool) is SlotPool
-            and self._fixed_chunk is None
-            and self.drafting is None
-            and not (self._exclusive and isinstance(self.policy, ObjectiveTokenBudget))
-        )
+        self._can_count = type(self.pool) is SlotPool and self._fixed_chunk is None and self.drafting is None
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End a request now (see `Scheduler.abort`)."""
@@ -209,10 +202,26 @@ class SteadyScheduler(Scheduler):
         if number in group.ending and any(state.length - state.computed < 2 for state in running):
             for row in self._still_steady(group.ending, number):  # rows end in the order of their keys
                 self._list(row)
-        if not self._may_count(group, len(running) + len(group.growing.get(number, ()))):
+        if not self._has_blocks(len(running) + len(group.growing.get(number, ()))):
             for row in [row for each in self._groups for row in each.rows.values()]:
                 self._list(row)
+        elif not self._has_places(group):
+            self._list_surplus(group)
         return super().schedule()
+
+    def _list_surplus(self, group: SteadyGroup) -> None:
+        """List the rows that a group's next plan will not take; all where there may be too many."""
+        budget, prompts, taken = self.policy.decode_budget(self.requests), 0, 0
+        if self._num_rows(group) > self._max_rows:
+            budget = 0
+        for state in sorted([*(row.state for row in group.rows.values()), *self._free_rows()], key=_by_key):
+            row = group.rows.get(state.name)
+            if row is None and state.length - state.computed > 1:
+                prompts = 1  # for which decodes after it leave a token
+            elif taken < budget - prompts:
+                taken += 1
+            elif row is not None:
+                self._list(row)
 
     def _launch_steady(self, group: SteadyGroup) -> SteadyPlan:
         """A plan of steady rows alone, as `Scheduler.schedule` makes where all requests are steady."""
@@ -312,15 +321,28 @@ class SteadyScheduler(Scheduler):
         Args:
           blocks: free blocks that there must be where they come on demand.
         """
-        if not self._can_count:
-            return False
-        pool, requests = self.pool, self.requests
-        rows = requests.num_running
-        if self._exclusive:
-            rows = len(group.rows) + sum([not state.in_flight for state in requests.running])
-        if requests.waiting.is_shared or rows > self._max_rows or rows >= self.policy.decode_budget(requests):
+        return self._has_blocks(blocks) and self._has_places(group)
+
+    def _has_blocks(self, blocks: int) -> bool:
+        """Whether the scheduler need not choose who gets blocks, if so many are needed."""
+        pool = self.pool
+        if not self._can_count or self.requests.waiting.is_shared:
             return False
         return pool.policy == "reserve" or pool.n_slots - pool.slots_used >= blocks * pool.block_size
+
+    def _has_places(self, group: SteadyGroup) -> bool:
+        """Whether a group's next plan takes every decode."""
+        rows = self._num_rows(group)
+        return rows <= self._max_rows and rows <= self.policy.decode_budget(self.requests)
+
+    def _num_rows(self, group: SteadyGroup) -> int:
+        """Rows that could be in a group's next plan, or more."""
+        return len(group.rows) + len(self._free_rows()) if self._exclusive else self.requests.num_running
+
+    def _free_rows(self) -> list[RequestState]:
+        """Rows that are listed and that the next plan may have."""
+        running = self.requests.running
+        return [state for state in running if not state.in_flight] if self._exclusive else running
 
     def _new_plan(self) -> PlanBuilder:
         return _SteadyPlanBuilder(self._next_group())
@@ -328,7 +350,8 @@ class SteadyScheduler(Scheduler):
     def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
         assert isinstance(plan, _SteadyPlanBuilder)
         self._grow(plan.group)
-        may_admit = super()._gather_running(plan, budget)
+        self.requests.counted_slots = sum([each.bases + len(each.rows) * (each.launched + 1) for each in self._groups])
+        may_admit = super()._gather_running(plan, budget - plan.steady)
         plan.listed = len(plan.states)
         return may_admit
 

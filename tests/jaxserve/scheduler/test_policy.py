@@ -75,6 +75,7 @@ def test_plans_in_flight_spread_prompts_and_share_the_rows():
     assert pace(target_tpot=0.060, batches=2).paced(4, 1000, 0) == 16  # a row's next token is two iterations away
 
 
+@pytest.mark.parametrize("counted", [0, 3])
 @pytest.mark.parametrize(
     ("target", "tokens", "length", "bucket"),
     [
@@ -83,11 +84,14 @@ def test_plans_in_flight_spread_prompts_and_share_the_rows():
         (10.0, 0, 0, 16),  # what the decodes alone were given
     ],
 )
-def test_a_plan_in_flight_has_its_share_of_all_rows(target, tokens, length, bucket):
-    decoding = [SimpleNamespace(length=length, computed=length - 1) for _ in range(8)]
-    requests: Any = SimpleNamespace(running=decoding, waiting_tokens=tokens)
+def test_a_plan_in_flight_has_its_share_of_all_rows(target, tokens, length, bucket, counted):
+    decoding = [SimpleNamespace(length=length, computed=length - 1) for _ in range(8 - counted)]
+    requests: Any = SimpleNamespace(
+        running=decoding, waiting_tokens=tokens, num_counted=counted, counted_slots=counted * length
+    )
     plan: Any = SimpleNamespace(states=[], prompts=[], prompt_tokens=0)
     made = pace(target_tpot=target, batches=2, slot_milliseconds=0.01)
+    assert made.decode_budget(requests) == 4
     assert made.prompt_budget(requests, plan, 16) == bucket
 
 

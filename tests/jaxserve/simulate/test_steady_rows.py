@@ -109,8 +109,36 @@ def test_counted_rows_have_the_outcomes_of_listed_ones(count):
     settings(max_examples=count, deadline=None, derandomize=count == 25)(drawn(check))()
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_most_rows_are_counted(stages):
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_that_share_all_rows_have_the_same_outcomes(seed):
+    """Where a plan takes its share of all rows, some rows of a batch wait for the next plan."""
+    draw = np.random.default_rng(seed)
+    stages, rows = 2 + seed % 2, int(draw.integers(4, 13))
+    engine = SimulatedEngine(
+        config=EngineConfig(max_rows=rows, buckets=SIZES, stages=stages, target_tpot=0.15, prefix_cache=False),
+        seconds=lambda plan: [(1 + 0.25 * stage) * each for stage in range(stages) for each in seconds(plan)],
+        costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n, slots_read=8) for n in SIZES),
+        slot_milliseconds=0.02,
+        slots=2048,
+        groups=CacheGroups(block_size=4, max_context=160, n_rows=(stages + 1) * rows, most_tokens=64),
+    )
+    times = np.cumsum(draw.exponential(0.1, 40))
+    prompts, outputs, priorities = (
+        draw.integers(1, 60, 40),
+        draw.integers(1, 90, 40).tolist(),
+        draw.integers(2, size=40),
+    )
+    check(
+        engine,
+        [
+            Arrival(time, np.zeros(prompt, np.int32), output, output, int(priority))
+            for time, prompt, output, priority in zip(times.tolist(), prompts, outputs, priorities, strict=True)
+        ],
+    )
+
+
+@pytest.mark.parametrize(("stages", "target"), [(1, None), (3, None), (3, 0.5)])
+def test_most_rows_are_counted(stages, target):
     counted, listed = 0, 0
 
     def watched(plan: IterationPlan) -> list[float]:
@@ -120,7 +148,7 @@ def test_most_rows_are_counted(stages):
         return seconds(plan) * stages
 
     engine = SimulatedEngine(
-        config=EngineConfig(max_rows=8, buckets=SIZES, stages=stages),
+        config=EngineConfig(max_rows=8, buckets=SIZES, stages=stages, target_tpot=target),
         seconds=watched,
         costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES),
         slots=16384,
