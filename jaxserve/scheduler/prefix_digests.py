@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
-from struct import unpack
+from struct import unpack_from
 from typing import Any
 
 
@@ -16,29 +15,32 @@ class PrefixDigests:
     of it.
     """
 
-    __slots__ = ("_hash", "_salt", "known")
+    __slots__ = ("_content", "_hash", "_salt", "known")
 
     def __init__(self, salt: str) -> None:
         self.known: list[bytes] = []
         self._salt = salt
+        self._content = array("I")  # the tokens
         self._hash: Any = None  # of the blocks in `known`; None if it has not begun
 
-    def first(self, blocks: int, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    def first(self, blocks: int, tokens: list[int], block_size: int) -> list[bytes]:
         """The digests of at least the first blocks of these tokens.
 
         Args:
           tokens: the same in each call, but for those that have been appended.
         """
-        start = len(self.known)
+        start, content = len(self.known), self._content
         if start >= blocks:
             return self.known
+        if len(content) < blocks * block_size:
+            # All there are, because one long list takes the least time for each token.
+            content.fromlist(tokens[len(content) :] if content else tokens)
         if self._hash is None:
             # A digest has a fixed length, so a salt cannot be taken for tokens.
             self._hash = hashlib.sha256(hashlib.sha256(self._salt.encode("utf-8", "surrogatepass")).digest())
-            self._hash.update(array("I", tokens[: start * block_size]).tobytes())
-        digest = self._hash.digest
-        content = array("I", tokens[start * block_size : blocks * block_size]).tobytes()
-        parts = unpack(f"{4 * block_size}s" * (blocks - start), content)
+            self._hash.update(content[: start * block_size])
+        digest, size = self._hash.digest, 4 * block_size
+        parts = unpack_from(f"{size}s" * (blocks - start), content, start * size)
         self.known += [digest() for _ in map(self._hash.update, parts)]
         return self.known
 

@@ -43,7 +43,7 @@ class Prompt:
     def blocks(self, size: int) -> list[int]:
         """The numbers of its full blocks, as the prefix cache has them (see `number_of`)."""
         if size not in self._blocks:
-            digests = PrefixDigests(self._salt).first(len(self._tokens) // size, self._tokens, size)
+            digests = PrefixDigests(self._salt).first(len(self._tokens) // size, list(self._tokens), size)
             self._blocks[size] = [number_of(digest) for digest in digests]
         return self._blocks[size]
 
