@@ -39,14 +39,14 @@ def draw(
     whole: tuple[str, ...] = (),
     meshes: tuple[Mapping[str, int], ...] = MESHES,
     exceptions: bool = False,
-    rows: bool = False,
+    parts: tuple[str, ...] = (),
 ) -> Draw:
     """The next draw: every axis over none, one or two of the mesh's axes; some have gathers and rules of activations.
 
     Args:
       whole: logical axes that stay whole; with some, there are no gathers and no rules of activations.
       exceptions: whether every second draw has another rule for some layers.
-      rows: whether the pool is split by rows.
+      parts: what the pool is split by, of "rows" and "slots".
     """
     family, mesh = rng.choice(models.families()), rng.choice(meshes)
     free = [axis for axis in mesh if axis != "stage"]
@@ -68,13 +68,14 @@ def draw(
     if exceptions and rng.random() < 0.5:
         layers, axis = rng.choice(("0", "0-1", "1-1")), rng.choice([each for each in IN_LAYERS if each in rules])
         drawn[f'parameters."layers.{layers}.*"'] = {axis: target()}
-    if rows:
-        over = rng.sample(free, rng.choice((1, 1, min(2, len(free)))))
+    if parts:
+        over = rng.sample(free, min(2, len(free)) if len(parts) > 1 else rng.choice((1, 1, min(2, len(free)))))
+        first = over[:1] if len(parts) > 1 else over
         by_head = rng.sample(
             rest := [axis for axis in free if axis not in over], min(len(rest), rng.choice((0, 1, 1, 2)))
         )
         drawn["axes"] = {**drawn["axes"], "heads": repr(by_head) if by_head else '"none"'}
-        drawn["pool"] = {"rows": repr(over)}
+        drawn["pool"] = {part: repr(each) for part, each in zip(parts, (first, over[1:]), strict=False) if each}
         if rng.random() < 0.5:
             drawn['parameters."layers.*.out.kernel"'] = {"heads": repr([*by_head, *over])}
     return Draw(family, drawn | {"activations": {}, "gather": {}} if whole else drawn)

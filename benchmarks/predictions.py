@@ -98,17 +98,17 @@ class Comparison:
         return abs(self.bytes_apart) <= 0.03 and (same or not self.known)
 
 
-def drawn(seed: int, topology: str | None = None, *, rows: bool = False) -> tuple[Draw, Deployment]:
+def drawn(seed: int, topology: str | None = None, *, parts: tuple[str, ...] = ()) -> tuple[Draw, Deployment]:
     """A draw that a plan accepts, and its deployment.
 
     Args:
       topology: the devices; None draws them as well, to be compiled for CPUs.
-      rows: whether the pool is split by rows.
+      parts: what the pool is split by, of "rows" and "slots".
     """
     rng = random.Random(seed)
     whole = _PREDICTABLE if seed % 2 else ()
     while True:
-        each, name = draw(rng, whole=whole, exceptions=True, rows=rows), topology or rng.choice(TOPOLOGIES)
+        each, name = draw(rng, whole=whole, exceptions=True, parts=parts), topology or rng.choice(TOPOLOGIES)
         try:
             deployment = Deployment(
                 name=each.family,
@@ -136,9 +136,9 @@ def _read(drawn: Draw) -> ShardingSpec:
         return spec.read(file.name, specs.default(drawn.family))
 
 
-def compare(seed: int, topology: str | None = None, *, rows: bool = False) -> list[Comparison]:
+def compare(seed: int, topology: str | None = None, *, parts: tuple[str, ...] = ()) -> list[Comparison]:
     """Compiles what a seed draws, for the topology or for this machine's CPU, and compares each stage."""
-    each, deployment = drawn(seed, topology, rows=rows)
+    each, deployment = drawn(seed, topology, parts=parts)
     plan = predict(deployment)
     where = targets.devices_of(deployment.topology) if topology else targets.cpus(deployment.topology.num_devices)
     stages = compiled.compile_stages(plan, where, lambda *_: None)

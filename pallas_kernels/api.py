@@ -36,6 +36,7 @@ class AttentionShape:
       sinks: whether each head has a learned score that takes part in the softmax and adds no value (gpt-oss).
       windows: the distinct sliding windows of the layers, None for a layer without one.
       block_size: slots in a block; 0 before one is chosen (see `with_blocks`).
+      slot_parts: devices that the slots of every block are split over; each holds a run of `local_slots` of them.
       max_blocks: blocks in a row's table; 0 before it is chosen.
       max_rows: most rows of a batch; 0 if unknown.
       device_kind: JAX's name of the device, for backends that support several; empty if unknown.
@@ -51,6 +52,7 @@ class AttentionShape:
     sinks: bool = False
     windows: tuple[int | None, ...] = (None,)
     block_size: int = 0
+    slot_parts: int = 1
     max_blocks: int = 0
     max_rows: int = 0
     device_kind: str = ""
@@ -72,11 +74,18 @@ class AttentionShape:
         for name in ("block_size", "max_blocks", "max_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.slot_parts < 1 or self.block_size % self.slot_parts:
+            raise ValueError(f"block_size is {self.block_size}; it must be a multiple of {self.slot_parts}, slot_parts")
 
     @property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def local_slots(self) -> int:
+        """Slots of a block that this device holds."""
+        return self.block_size // self.slot_parts
 
     def with_blocks(self, block_size: int, max_context: int) -> AttentionShape:
         """The same shape with blocks of `block_size` slots and tables for `max_context` tokens."""
@@ -110,6 +119,26 @@ class AttentionBatch(NamedTuple):
     positions: jax.Array
 
 
+# Why a backend refuses a shape with several `slot_parts`.
+ONE_SLOT_PART = "slots of a block on several devices; xla serves these"
+
+
+class PartialAttention(NamedTuple):
+    """Attention to the slots of one part (`AttentionShape.slot_parts`), an average of values.
+
+    The average over all slots is that of these averages, weighted by exp(lse).
+
+    Attributes:
+      out: [T, N, D].
+      lse: float32[T, N]; None where there is one part. The logarithm of the sum of exp(score), plus a number that is
+        the same for all parts. Very low, but finite, where a query sees no slot of the part; any finite number for
+        padding.
+    """
+
+    out: jax.Array
+    lse: Any
+
+
 class Backend(Protocol):
     """The interface of a backend, which each backend module exports as `BACKEND`.
 
@@ -130,7 +159,7 @@ class Backend(Protocol):
         ...
 
     def default_block_size(self, shape: AttentionShape) -> int:
-        """The fastest block size, in slots; reads no `block_size` or `max_blocks`."""
+        """The fastest number of slots of a block on a device; reads no `block_size` or `max_blocks`."""
         ...
 
     def default_pool_dtype(self, dtype: np.dtype, platform: str) -> np.dtype:
@@ -150,7 +179,8 @@ class Backend(Protocol):
     def pool_axes(self, shape: AttentionShape) -> Any:
         """The same pytree with a tuple of axis names at each leaf.
 
-        The name "heads" is for the axis that holds KV heads, or parts of them, one after another. Others have None.
+        The name "heads" is for the axis that holds KV heads, or parts of them, one after another, and "slots" for that
+        of a block's slots. Others have None.
         """
         ...
 
@@ -158,11 +188,19 @@ class Backend(Protocol):
         """Whether a program of decodes only runs fewer kernels at these sizes (T and C)."""
         ...
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> Any:
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        decodes_only: bool = False,
+        part: jax.Array | int = 0,
+    ) -> Any:
         """A pytree for `attend` that all layers of one iteration share, computed once per step.
 
         Args:
           decodes_only: whether no chunk is longer than 1, known when the program is traced.
+          part: which of the shape's `slot_parts` this device holds.
         """
         ...
 
@@ -180,7 +218,7 @@ class Backend(Protocol):
         window: int | None = None,
         sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], Any]:
+    ) -> tuple[Float[jax.Array, "T N D"] | PartialAttention, Any]:
         """Write k and v to their slots, then attend causally.
 
         A score is soft-capped after `scale`, and biased after that.
@@ -194,11 +232,13 @@ class Backend(Protocol):
           window: the layer's sliding window, one of shape.windows: a token at position p attends to positions above
             p - window. None attends to all.
           sinks: the score of each head's sink, if shape.sinks: exp(sink) joins the sum that weights are divided by.
-            It is neither scaled nor capped nor biased.
+            It is neither scaled nor capped nor biased. With several `slot_parts`, it is of one part, and very low but
+            finite in the others.
           first_block: first block of this layer: block tables count from it.
 
         Returns:
-          (out of shape.dtype, pool). Rows of out that belong to padding are zeros.
+          (out of shape.dtype, pool). Rows of out that belong to padding are zeros. With several `slot_parts`, only
+          slots of this part are written and attended to, and out is a `PartialAttention`.
         """
         ...
 

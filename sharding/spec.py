@@ -21,7 +21,8 @@ Rules = Mapping[str, Target]  # logical axis -> mesh axes
 Section = Literal["parameters", "activations", "pool"]
 
 ACTIVATION_AXES = ("tokens", "embed")  # axes of the hidden states between the layers
-POOL_AXES = ("heads", "kv_heads", "rows")  # "rows": the requests, each of which has its blocks in one part of the pool
+# "rows": the requests, each of which has its blocks in one part of the pool; "slots": those of every block.
+POOL_AXES = ("heads", "kv_heads", "rows", "slots")
 PADDABLE = ("heads", "kv_heads", "vocab", "ffn")  # these can be padded without a change of the answers
 
 _LISTED = 1024  # largest mesh size that an error lists
@@ -51,7 +52,8 @@ class ShardingSpec:
         rules. The last glob that matches and names an axis wins.
       activations: rules for the hidden states between the layers; without any, the compiler decides.
       pool: rules for the pool of keys and values; other axes follow `rules`. With "rows", requests are split over these
-        mesh axes: a part of the pool has the blocks of its own requests, and devices attend to those alone.
+        mesh axes: a part of the pool has the blocks of its own requests, and devices attend to those alone. With
+        "slots", those of every block are: devices attend to their own, and add up the results.
       gather: mesh axes whose parts of a layer's parameters are gathered before the layer uses them.
       pad: logical axes (of PADDABLE) whose size may be rounded up until it divides; by default the vocabulary (see
         `padded`).
@@ -106,7 +108,7 @@ class ShardingSpec:
                 if count % parts(target, mesh.shape) or size % parts(target, mesh.shape):
                     raise ValueError(f"{name}: {_uneven(logical, count, target, mesh.shape, logical in self.pad)}")
             entries.append(target)
-        return _partition(entries)
+        return partition(*entries)
 
     def rules_for(self, name: str, section: Section = "parameters") -> Rules:
         """The rules of one array, exceptions included."""
@@ -120,20 +122,21 @@ class ShardingSpec:
                 rules.update(exception)
         return rules
 
-    def gathered(self, partition: PartitionSpec) -> PartitionSpec:
+    def gathered(self, held: PartitionSpec) -> PartitionSpec:
         """The partition of a layer's parameter where it is used."""
-        kept = (tuple(axis for axis in names(target) if axis not in self.gather) for target in partition)
-        return _partition(over or None for over in kept)
+        kept = (tuple(axis for axis in names(target) if axis not in self.gather) for target in held)
+        return partition(*kept)
 
     def padded(self, counts: Mapping[str, int], mesh_shape: Mapping[str, int]) -> dict[str, int]:
         """The sizes of a model's logical axes on the mesh, with padding and repeated KV heads.
 
         Axes in `pad` are rounded up until they divide. If there is a multiple of devices per KV head, KV heads are
         repeated so that every device has one, and each copy serves a part of the query heads. Over the axes of the
-        pool's rows they are not: there, requests are split.
+        pool's rows or slots they are not: there, those are split.
         """
         sections = (self.rules, self.pool, *self.parameters.values())
-        of_keys = {axis: size for axis, size in mesh_shape.items() if axis not in names(self.pool.get("rows"))}
+        others = {*names(self.pool.get("rows")), *names(self.pool.get("slots"))}
+        of_keys = {axis: size for axis, size in mesh_shape.items() if axis not in others}
 
         def devices(axis: str) -> int:
             axes, sizes = ((axis, "heads"), of_keys) if axis == "kv_heads" else ((axis,), mesh_shape)
@@ -206,8 +209,9 @@ class ShardingSpec:
         return target
 
 
-def _partition(targets: Iterable[Target]) -> PartitionSpec:
-    return PartitionSpec(*targets)
+def partition(*targets: Target) -> PartitionSpec:
+    """The PartitionSpec of an array whose axes go to these mesh axes."""
+    return PartitionSpec(*(target or None for target in targets))
 
 
 def names(target: Target) -> tuple[str, ...]:
@@ -245,6 +249,7 @@ def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> Sharding
         [pool]                              # keys and values
         heads = "tensor"
         rows = "fsdp"                       # each part has the blocks of its own requests
+        slots = "context"                   # of every block: each device attends to its share of a context
         [pad]                               # round up sizes that do not divide
         heads = true
 

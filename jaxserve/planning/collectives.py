@@ -91,7 +91,9 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     hidden, by_head = item * config.hidden_size, over(kv_cache.head_target(stage.mesh, stage.spec))
-    by_row = kv_cache.row_axes(stage.mesh, stage.spec)
+    by_slot = kv_cache.slot_axes(stage.mesh, stage.spec)
+    by_part = (*kv_cache.row_axes(stage.mesh, stage.spec), *by_slot)
+    sums = 4 * config.num_heads // parts_of(by_head, stage.mesh.shape)  # of weights, as logarithms
     found: Counter[_Exchange] = Counter(_lookups(stage, parts, over) if stage.is_first else ())
     for layer in stage.layers:
 
@@ -100,11 +102,13 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
             return _Step(f"layers.*.{name}", True, into, out, results)
 
         out, given = product("out", hidden), by_head
-        if by_row:  # what each part of the pool's rows gives for its tokens is added up, to shares of heads if read so
-            given, kind = (
-                ((*by_head, *by_row), "reduce-scatter") if out.reads == (*by_head, *by_row) else (by_head, "all-reduce")
-            )
-            found[_Exchange(kind, "layers.*.attend", heads // parts_of(given, stage.mesh.shape), by_row)] += 1
+        if by_slot:
+            gathered = sums * parts_of(by_slot, stage.mesh.shape)
+            found[_Exchange("all-gather", "layers.*.attend", gathered, by_slot)] += 1
+        if by_part:  # what each part of the pool's rows and slots gives is added up, to shares of heads if read so
+            split, scattered = kv_cache.attended(stage.mesh, stage.spec, f"layers.{layer}.out.kernel")
+            given, kind = names(split[1]), "all-reduce" if scattered is None else "reduce-scatter"
+            found[_Exchange(kind, "layers.*.attend", heads // parts_of(given, stage.mesh.shape), by_part)] += 1
         attend = _Step("layers.*.attend", False, by_head, given, (heads,))
         sent = [*_exchanges([product("qkv", heads, keys, keys), attend, out])]
         experts = parts.get(f"layers.{layer}.experts.down.kernel")

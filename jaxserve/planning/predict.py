@@ -312,7 +312,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
     attention = (
         AttentionLoad(
             window=window,
-            slot_ops=4 * count * shape.num_heads * shape.head_dim,
+            slot_ops=4 * count * shape.num_heads * shape.head_dim / shape.slot_parts,
             slot_bytes=kv_cache.pool_bytes(stage.shape.backend, shape, count) // shape.block_size,
         )
         for window, count in layers.items()

@@ -1,7 +1,7 @@
 """Chooses an attention backend and calls it for each layer.
 
-On a mesh, each device runs the kernel on its own heads (`shard_map`), and on the rows of its own part of the pool if
-that is split by rows. The compiler divides everything else.
+On a mesh, each device runs the kernel on its own heads (`shard_map`), on the rows of its own part of the pool if that
+is split by rows, and on its own slots of every block if they are split. The compiler divides everything else.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.models import Model
 from jaxserve.models.schema import ModelConfig
-from jaxserve.runner import kv_cache, row_parts
+from jaxserve.runner import kv_cache, row_parts, slot_parts
 from pallas_kernels import api
-from sharding.spec import Section, ShardingSpec, shown
+from sharding.spec import ShardingSpec, partition, shown
 
 
 def select(
@@ -56,8 +56,15 @@ def select(
             "heads and the KV heads that they read must be on the same devices"
         )
     parts = kv_cache.head_parts(mesh, spec)
-    # An error names rows and heads that are on the same devices.
-    kv_cache.split_of((None, "heads"), (mesh.size, config.num_heads), mesh, spec)
+    # An error names rows, heads and slots that are on the same devices.
+    kv_cache.split_of((None, "heads", "slots"), (mesh.size, config.num_heads, mesh.size), mesh, spec)
+    slots = kv_cache.slot_axes(mesh, spec)
+    n_slot_parts = kv_cache.slot_parts(mesh, spec)
+    if block_size is not None and block_size % n_slot_parts:
+        raise ValueError(
+            f"block_size is {block_size}; with slots of the pool on {shown(slots)} it must be a multiple of "
+            f"{n_slot_parts}"
+        )
 
     def shape_with(pool_dtype: np.dtype) -> api.AttentionShape:
         return api.AttentionShape(
@@ -70,27 +77,16 @@ def select(
             soft_cap=config.soft_cap,
             sinks=config.sinks,
             windows=config.distinct_windows,
+            slot_parts=n_slot_parts,
             max_rows=max_rows,
             device_kind=mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else "",
         )
 
     backend = api.select(name, shape_with(pool_dtype or dtype), platform).backend
     shape = shape_with(pool_dtype or backend.default_pool_dtype(dtype, platform))
-    shape = shape.with_blocks(block_size or backend.default_block_size(shape), max_context)
+    shape = shape.with_blocks(block_size or backend.default_block_size(shape) * n_slot_parts, max_context)
     backend, reason = api.select(name, shape, platform)
     return backend, shape, reason
-
-
-def _split(
-    spec: ShardingSpec,
-    mesh: Mesh,
-    axes: tuple[str | None, ...],
-    *,
-    name: str = "attention",
-    section: Section = "pool",
-) -> PartitionSpec:
-    """The PartitionSpec of an array by heads, or by the parts of the pool's rows."""
-    return spec.resolve(axes, (mesh.size,) * len(axes), mesh, name=name, section=section)
 
 
 def _named(split: PartitionSpec) -> str:
@@ -109,22 +105,25 @@ def prepare(
 ) -> Any:
     """What the layers of a cache group share (`Backend.prepare`), for `make_attend`.
 
-    If the pool's rows are split, each part prepares for its own rows.
+    If the pool's rows or slots are split, each part prepares for its own.
 
     Args:
       blocks: of the cache group in each part.
     """
     here = partial(backend.prepare, shape=shape, decodes_only=decodes_only)
-    axes = kv_cache.row_axes(mesh, spec)
-    if not axes:
+    rows, slots = kv_cache.row_axes(mesh, spec), kv_cache.slot_axes(mesh, spec)
+    if not rows and not slots:
         return here(batch)
 
     def prepare_here(batch: api.AttentionBatch) -> Any:
-        own, *moves = row_parts.of_part(batch, jax.lax.axis_index(axes), blocks, shape.block_size)
-        return jax.tree.map(lambda leaf: leaf[None], (here(own), *moves))  # [1, ...] of [parts, ...]
+        moves = (None, None)
+        if rows:
+            batch, *moves = row_parts.of_part(batch, jax.lax.axis_index(rows), blocks, shape.block_size)
+        made = here(batch, part=jax.lax.axis_index(slots)) if slots else here(batch)
+        return jax.tree.map(lambda leaf: leaf[None], (made, *moves))  # [1, ...] of [parts, ...]
 
-    whole, by_part = _split(spec, mesh, ()), _split(spec, mesh, ("rows",))
-    return jax.shard_map(prepare_here, mesh=mesh, in_specs=whole, out_specs=by_part, check_vma=False)(batch)
+    by_part = partition((*rows, *slots))
+    return jax.shard_map(prepare_here, mesh=mesh, in_specs=partition(), out_specs=by_part, check_vma=False)(batch)
 
 
 def make_attend(
@@ -145,7 +144,7 @@ def make_attend(
     """
     slopes, scale, window = model.alibi_slopes, model.config.attention_scale(layer), model.config.window(layer)
 
-    def attend_here(q, k, v, pool, meta, slopes, sinks, first_block):
+    def attend_here(q, k, v, pool, meta, slopes, sinks, first_block) -> tuple[Any, Any]:
         return backend.attend(
             q,
             k,
@@ -163,34 +162,35 @@ def make_attend(
     if mesh.size == 1:
         return lambda q, k, v, pool, sinks=None: attend_here(q, k, v, pool, meta, slopes, sinks, first_block)
 
-    rows, after = kv_cache.row_axes(mesh, spec), f"layers.{layer}.out.kernel"
-    # Devices give their share of the heads if the next matmul reads that.
-    given_over = kv_cache.over(mesh, spec.rules_for(after).get("heads"))
-    scatters = bool(rows) and given_over == (*kv_cache.over(mesh, kv_cache.head_target(mesh, spec)), *rows)
+    rows, slots = kv_cache.row_axes(mesh, spec), kv_cache.slot_axes(mesh, spec)
+    parts, by_head = (*rows, *slots), kv_cache.over(mesh, kv_cache.head_target(mesh, spec))
+    given, scattered = kv_cache.attended(mesh, spec, f"layers.{layer}.out.kernel")
 
-    def attend_part(q, k, v, pool, meta, *others):
-        """Attends to the rows of this device's part; other parts give what is zero here."""
+    def attend_part(q, k, v, pool, meta, slopes, sinks, first_block):
+        """Attends to the rows and slots of this device's part, and adds up what all parts give."""
         own, tokens, places = jax.tree.map(lambda leaf: leaf[0], meta)
-        out, pool = attend_here(q[tokens], k[tokens], v[tokens], pool, own, *others)
-        out = out.at[places].get(mode="fill", fill_value=0)  # [T, N, D]
-        if scatters:
-            return jax.lax.psum_scatter(out, rows, scatter_dimension=1, tiled=True), pool
-        return jax.lax.psum(out, rows), pool
+        if rows:
+            q, k, v = q[tokens], k[tokens], v[tokens]
+        if slots:
+            sinks = slot_parts.own_sinks(sinks, slots)
+        out, pool = attend_here(q, k, v, pool, own, slopes, sinks, first_block)
+        if slots:
+            out = slot_parts.share(out, slots)
+        if rows:
+            out = out.at[places].get(mode="fill", fill_value=0)  # [T, N, D]; other parts have its other tokens
+        if scattered is None:
+            return jax.lax.psum(out, parts), pool
+        return jax.lax.psum_scatter(out, parts, scatter_dimension=scattered, tiled=True), pool
 
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        split = partial(_split, spec, mesh)
-
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, sinks: jax.Array | None = None) -> tuple[Any, Any]:
         def split_pool(axes: tuple[str | None, ...]) -> PartitionSpec:
             return kv_cache.split_of(axes, (mesh.size,) * len(axes), mesh, spec)
 
-        heads, of_heads, whole = split((None, "heads", None)), split(("heads",)), split(())
+        heads, of_heads, whole = partition(None, by_head, None), partition(by_head), partition()
         pool_heads = jax.tree.map(split_pool, backend.pool_axes(shape), is_leaf=kv_cache.is_axes)
-        by_part = split(("rows",)) if rows else whole
-        given = split((None, "heads", None), name=after, section="parameters") if scatters else heads
+        by_part = partition(parts) if parts else whole
         everywhere = jax.shard_map(
-            attend_part if rows else attend_here,
+            attend_part if parts else attend_here,
             mesh=mesh,
             in_specs=(heads, heads, heads, pool_heads, by_part, of_heads, of_heads, whole),
             out_specs=(given, pool_heads),

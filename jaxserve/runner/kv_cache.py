@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32
 
 from pallas_kernels.api import AttentionShape, Backend
-from sharding.spec import ShardingSpec, Target, names, parts
+from sharding.spec import ShardingSpec, Target, names, partition, parts
 
 # Shares of a device's memory that may be used; the rest is for the runtime, fragmentation and other programs.
 ACCELERATOR_SHARE = 0.92
@@ -61,14 +61,43 @@ def row_parts(mesh: Mesh, spec: ShardingSpec) -> int:
     return parts(row_axes(mesh, spec), mesh.shape)
 
 
+def slot_axes(mesh: Mesh, spec: ShardingSpec) -> tuple[str, ...]:
+    """The mesh axes of several devices that a spec splits the slots of blocks over."""
+    return over(mesh, spec.pool.get("slots"))
+
+
+def slot_parts(mesh: Mesh, spec: ShardingSpec) -> int:
+    """Number of parts that a spec splits the slots of every block into."""
+    return parts(slot_axes(mesh, spec), mesh.shape)
+
+
+def attended(mesh: Mesh, spec: ShardingSpec, following: str) -> tuple[PartitionSpec, int | None]:
+    """How the result of attention [T, N, D] is split, and the axis that is scattered.
+
+    Parts of rows and slots each have a share of the result, to be added up. Devices get the heads, or the tokens, that
+    they go on with; or all if that is split over other axes, and there is no scattered axis.
+
+    Args:
+      following: the parameter that is multiplied next.
+    """
+    heads, split = over(mesh, head_target(mesh, spec)), (*row_axes(mesh, spec), *slot_axes(mesh, spec))
+    if split and over(mesh, spec.rules_for(following).get("heads")) == (*heads, *split):
+        return partition(None, (*heads, *split), None), 1
+    if split and over(mesh, spec.activations.get("tokens")) == split:
+        return partition(split, heads, None), 0
+    return partition(None, heads, None), None
+
+
 def split_of(axes: tuple[str | None, ...], sizes: tuple[int, ...], mesh: Mesh, spec: ShardingSpec) -> PartitionSpec:
-    """The PartitionSpec of a leaf, whose first axis has the blocks of one part after another."""
+    """The PartitionSpec of a leaf; its first axis has one part of the rows after another."""
     axes = ("rows", *axes[1:]) if row_axes(mesh, spec) else axes
+    if not slot_axes(mesh, spec):
+        axes = tuple(None if axis == "slots" else axis for axis in axes)
     return spec.resolve(axes, sizes, mesh, name="the pool", section="pool")
 
 
 def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spec: ShardingSpec) -> Any:
-    """The pool on all devices of a mesh, with heads and rows sharded by the spec.
+    """The pool on all devices of a mesh, with heads, rows and slots sharded by the spec.
 
     Args:
       n_blocks: of all layers that share it, in each part of the rows.
@@ -76,11 +105,11 @@ def pool(backend: Backend, shape: AttentionShape, n_blocks: int, mesh: Mesh, spe
     Returns:
       A pytree of `ShapeDtypeStruct`, each with its sharding.
     """
-    heads, rows = head_parts(mesh, spec), row_parts(mesh, spec)
+    times = {"heads": head_parts(mesh, spec), "slots": slot_parts(mesh, spec)}
 
     def whole(axes: tuple[str | None, ...], part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sizes = tuple(size * (heads if axis == "heads" else 1) for axis, size in zip(axes, part.shape, strict=True))
-        sizes = (sizes[0] * rows, *sizes[1:])
+        sizes = tuple(size * times.get(axis or "", 1) for axis, size in zip(axes, part.shape, strict=True))
+        sizes = (sizes[0] * row_parts(mesh, spec), *sizes[1:])
         split = split_of(axes, sizes, mesh, spec)
         return jax.ShapeDtypeStruct(sizes, part.dtype, sharding=NamedSharding(mesh, split))
 

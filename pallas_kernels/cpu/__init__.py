@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32
 
-from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
 from pallas_kernels.cpu import build
 from pallas_kernels.xla import XlaBackend, XlaPool, effective_window
 
@@ -26,10 +26,19 @@ class CpuBackend(XlaBackend):
     platforms = frozenset({"cpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
+        if shape.slot_parts > 1:
+            return ONE_SLOT_PART
         return super().supports(shape) or build.refusal()
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> Any:
-        del shape, decodes_only
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        decodes_only: bool = False,
+        part: jax.Array | int = 0,
+    ) -> Any:
+        del shape, decodes_only, part
         return batch
 
     def attend(

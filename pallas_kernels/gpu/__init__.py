@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import int8
-from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.kernels import (
     LEAST_DOT,
@@ -77,6 +77,8 @@ class GpuBackend:
     platforms = frozenset({"gpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
+        if shape.slot_parts > 1:
+            return ONE_SLOT_PART
         if shape.dtype not in _DTYPES:
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (*_DTYPES, _INT8):
@@ -115,7 +117,15 @@ class GpuBackend:
     def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
         return n_tokens > n_chunks
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> GpuMetadata:
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        decodes_only: bool = False,
+        part: jax.Array | int = 0,
+    ) -> GpuMetadata:
+        del part
         with jax.named_scope("attention_prepare"):
             n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
             in_use = jnp.arange(n_tokens) < batch.query_offsets[-1]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from pallas_kernels import int8
-from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
 from pallas_kernels.tpu import cuts, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, largest_block, slot_bytes
 from pallas_kernels.tpu.layout import (
@@ -74,6 +74,8 @@ class TpuBackend:
         return frozenset({"tpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
+        if shape.slot_parts > 1:
+            return ONE_SLOT_PART
         if shape.dtype not in (np.float32, BFLOAT16):
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (np.float32, BFLOAT16, INT8):
@@ -115,7 +117,15 @@ class TpuBackend:
         del n_chunks
         return n_tokens > 1  # a bucket of one token has no longer chunks
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> TpuMetadata:
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        decodes_only: bool = False,
+        part: jax.Array | int = 0,
+    ) -> TpuMetadata:
+        del part
         n_tokens = batch.positions.shape[0]
         cut, longer = self.cut or cuts.cut(shape, n_tokens), n_tokens > 1 and not decodes_only
         with jax.named_scope("attention_prepare"):

@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int32
 
-from pallas_kernels.api import AttentionBatch, AttentionShape
+from pallas_kernels.api import AttentionBatch, AttentionShape, PartialAttention
 from pallas_kernels.xla.pool import XlaPool, stored, write_decodes, write_prompts
-from pallas_kernels.xla.work import Decodes, XlaMetadata, decode_step, of_layer, prepare, query_tile
+from pallas_kernels.xla.work import XlaMetadata, decode_step, of_layer, positions, prepare, query_tile
 
 # Most slots that the queries of a tile visit in one loop step.
 _TILE_SLOTS = 128
@@ -54,7 +54,7 @@ class XlaBackend:
         return np.dtype(dtype)
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> XlaPool:
-        heads, dim, size = shape.num_kv_heads, shape.head_dim, shape.block_size
+        heads, dim, size = shape.num_kv_heads, shape.head_dim, shape.local_slots
         dtype = np.uint16 if shape.pool_dtype == _BFLOAT16 else shape.pool_dtype
         scales = jax.ShapeDtypeStruct((n_blocks, heads, size), np.float32) if dtype == _INT8 else None
         return XlaPool(
@@ -65,18 +65,25 @@ class XlaBackend:
         )
 
     def pool_axes(self, shape: AttentionShape) -> XlaPool:
-        axes = (None, "heads", None, None)
-        scales = axes[:3] if shape.pool_dtype == _INT8 else None
-        return XlaPool(keys=axes, values=axes, key_scales=scales, value_scales=scales)
+        keys, values = (None, "heads", None, "slots"), (None, "heads", "slots", None)
+        scales = values[:3] if shape.pool_dtype == _INT8 else None
+        return XlaPool(keys=keys, values=values, key_scales=scales, value_scales=scales)
 
     def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
         del n_tokens, n_chunks
         return False  # loops over chunks that are not there take no step
 
-    def prepare(self, batch: AttentionBatch, shape: AttentionShape, *, decodes_only: bool = False) -> XlaMetadata:
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        decodes_only: bool = False,
+        part: jax.Array | int = 0,
+    ) -> XlaMetadata:
         del decodes_only
         with jax.named_scope("attention_prepare"):
-            return prepare(batch, shape)
+            return prepare(batch, shape, part)
 
     def attend(
         self,
@@ -92,7 +99,7 @@ class XlaBackend:
         window: int | None = None,
         sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], XlaPool]:
+    ) -> tuple[Float[jax.Array, "T N D"] | PartialAttention, XlaPool]:
         window = effective_window(window, shape)
         return _attend(q, k, v, pool, of_layer(meta, first_block), slopes, sinks, shape, scale, window)
 
@@ -115,7 +122,7 @@ def _attend(
     shape: AttentionShape,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, XlaPool]:
+) -> tuple[jax.Array | PartialAttention, XlaPool]:
     prompts = q.shape[0] > 1  # a bucket of one token has no longer chunks
     with jax.named_scope("attention_write"):
         new = stored(k, v, shape)
@@ -128,11 +135,13 @@ def _attend(
             for x in (slopes, sinks)
         )
         queries = q.astype(jnp.float32).reshape(-1, shape.num_kv_heads, shape.group, shape.head_dim)  # [T, K, G, D]
-        out = jnp.zeros(queries.shape, jnp.float32)
-        out = _attend_decodes(queries, out, pool, meta.decodes, shape, slopes, sinks, scale, window)
+        given = (pool, meta, shape, slopes, sinks, scale, window)
+        lse = jnp.zeros((*queries.shape[:3], 1), jnp.float32) if shape.slot_parts > 1 else None
+        found = _attend_decodes(queries, PartialAttention(jnp.zeros(queries.shape, jnp.float32), lse), *given)
         if prompts:
-            out = _attend_prompts(queries, out, pool, meta, shape, slopes, sinks, scale, window)
-        return out.reshape(q.shape).astype(q.dtype), pool
+            found = _attend_prompts(queries, found, *given)
+        out = found.out.reshape(q.shape).astype(q.dtype)
+        return (out if lse is None else PartialAttention(out, found.lse.reshape(q.shape[:2]))), pool
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -181,7 +190,7 @@ def _capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
 
 
 def _decode_steps(
-    decodes: Decodes, first: jax.Array, kv_len: Int32[jax.Array, " rows"], shape: AttentionShape, window: int | None
+    meta: XlaMetadata, first: jax.Array, kv_len: Int32[jax.Array, " rows"], shape: AttentionShape, window: int | None
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
     """The number of steps of the rows from `first` on, and the slots that each step visits.
 
@@ -189,12 +198,13 @@ def _decode_steps(
       (steps, slots): slots(step) is (blocks of all rows [rows * blocks], positions of their slots [rows or nothing,
       blocks, 1, 1, size], which of those the rows see [rows, blocks, 1, 1, size]).
     """
-    size, (rows, blocks) = shape.block_size, decode_step(decodes.token.shape[0], shape)
+    decodes, size = meta.decodes, shape.block_size
+    rows, blocks = decode_step(decodes.token.shape[0], shape)
     if window is None:  # all rows are in the same columns of their tables
 
         def slots(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             block = lax.dynamic_slice(decodes.tables, (first, j * blocks), (rows, blocks)).reshape(-1)
-            position = (j * blocks * size + jnp.arange(blocks * size)).reshape(blocks, 1, 1, size)
+            position = positions(j * blocks + jnp.arange(blocks), meta, shape)[:, None, None]
             return block, position, position < kv_len[:, None, None, None, None]
 
         return -(-kv_len[0] // (blocks * size)), slots
@@ -205,7 +215,7 @@ def _decode_steps(
     def slots_from_start(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         column = start[:, None] + j * blocks + jnp.arange(blocks)
         block = jnp.take_along_axis(tables, column, axis=1, mode="clip").reshape(-1)
-        position = column[:, :, None, None, None] * size + jnp.arange(size)
+        position = positions(column, meta, shape)[:, :, None, None]
         after = kv_len[:, None, None, None, None]
         return block, position, (position >= after - window) & (position < after)
 
@@ -214,26 +224,28 @@ def _decode_steps(
 
 def _attend_decodes(
     q: Float32[jax.Array, "T K G D"],
-    out: Float32[jax.Array, "T K G D"],
+    found: PartialAttention,
     pool: XlaPool,
-    decodes: Decodes,
+    meta: XlaMetadata,
     shape: AttentionShape,
     slopes: Float32[jax.Array, "K G 1"] | None,
     sinks: Float32[jax.Array, "K G 1"] | None,
     scale: float,
     window: int | None,
-) -> Float32[jax.Array, "T K G D"]:
+) -> PartialAttention:
+    """Adds decodes to `found`: out [T, K, G, D], and lse [T, K, G, 1] or None."""
     n_tokens, heads, group, dim = q.shape
-    n_chunks, size = decodes.token.shape[0], shape.block_size
+    decodes, size = meta.decodes, shape.local_slots
+    n_chunks = decodes.token.shape[0]
     rows, blocks = decode_step(n_chunks, shape)
 
-    def attend(i: jax.Array, out: jax.Array) -> jax.Array:
+    def attend(i: jax.Array, found: PartialAttention) -> PartialAttention:
         first = jnp.minimum(i * rows, n_chunks - rows)
         token = lax.dynamic_slice_in_dim(decodes.token, first, rows)
         kv_len = lax.dynamic_slice_in_dim(decodes.kv_len, first, rows)
         query = _rows(q, token)  # [rows, K, G, D]
         queries = jnp.repeat(query, blocks, axis=0)
-        n_steps, slots = _decode_steps(decodes, first, kv_len, shape, window)
+        n_steps, slots = _decode_steps(meta, first, kv_len, shape, window)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             maximum, total, acc = carry  # [rows, K, G, 1], [rows, K, G, 1], [rows, K, G, D]
@@ -260,17 +272,20 @@ def _attend_decodes(
                 acc += new.reshape(rows, blocks, heads, group, dim)[:, b]
             return raised, total, acc
 
-        _, total, acc = lax.fori_loop(0, n_steps, step, _initial((rows, heads, group), dim, sinks))
+        maximum, total, acc = lax.fori_loop(0, n_steps, step, _initial((rows, heads, group), dim, sinks))
         # Rows past the last decode have an index past the last token, so nothing is written for them.
         token = jnp.where(kv_len > 0, token, n_tokens)
-        return out.at[token].set(acc / jnp.where(total > 0, total, 1), mode="drop")
+        out = found.out.at[token].set(acc / jnp.where(total > 0, total, 1), mode="drop")
+        if found.lse is None:
+            return PartialAttention(out, None)
+        return PartialAttention(out, found.lse.at[token].set(_lse(maximum, total), mode="drop"))
 
-    return lax.fori_loop(0, -(-decodes.total // rows), attend, out)
+    return lax.fori_loop(0, -(-decodes.total // rows), attend, found)
 
 
 def _attend_prompts(
     q: Float32[jax.Array, "T K G D"],
-    out: Float32[jax.Array, "T K G D"],
+    found: PartialAttention,
     pool: XlaPool,
     meta: XlaMetadata,
     shape: AttentionShape,
@@ -278,11 +293,12 @@ def _attend_prompts(
     sinks: Float32[jax.Array, "K G 1"] | None,
     scale: float,
     window: int | None,
-) -> Float32[jax.Array, "T K G D"]:
+) -> PartialAttention:
+    """Adds longer chunks to `found`: out [T, K, G, D], and lse [T, K, G, 1] or None."""
     n_tokens, heads, group, dim = q.shape
-    size, tiles = shape.block_size, meta.tiles
+    size, local, tiles = shape.block_size, shape.local_slots, meta.tiles
     tile = query_tile(n_tokens)
-    blocks = min(max(1, _TILE_SLOTS // size), shape.max_blocks)
+    blocks = min(max(1, _TILE_SLOTS // local), shape.max_blocks)
     # Products of bfloat16, which represents every int8 exactly, are exact in float32, and many CPUs and all
     # accelerators compute them faster.
     narrow = shape.dtype == _BFLOAT16 and shape.pool_dtype in (_BFLOAT16, _INT8)
@@ -297,7 +313,7 @@ def _attend_prompts(
     def scales(held: jax.Array, block: jax.Array) -> jax.Array:
         return _rows(held, block).swapaxes(0, 1).reshape(heads, 1, 1, -1)  # [K, 1, 1, slots]
 
-    def attend(i: jax.Array, out: jax.Array) -> jax.Array:
+    def attend(i: jax.Array, found: PartialAttention) -> PartialAttention:
         start, end, last = tiles.start[i], tiles.end[i], tiles.last[i]
         table = lax.dynamic_index_in_dim(meta.tables, tiles.chunk[i], keepdims=False)
         origin = jnp.minimum(start, n_tokens - tile)  # the very last tile may overlap earlier tokens
@@ -311,9 +327,9 @@ def _attend_prompts(
         def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             maximum, total, acc = carry  # [K, G, tile, 1], [K, G, tile, 1], [K, G, tile, D]
             block = _rows(table, jnp.minimum(j * blocks + jnp.arange(blocks), last // size))
-            key_position = j * blocks * size + jnp.arange(blocks * size)
-            keys = _rows(pool.keys, block).transpose(1, 2, 0, 3).reshape(heads, dim, blocks * size)
-            values = _rows(pool.values, block).transpose(1, 0, 2, 3).reshape(heads, blocks * size, dim)
+            key_position = positions(j * blocks + jnp.arange(blocks), meta, shape).reshape(-1)
+            keys = _rows(pool.keys, block).transpose(1, 2, 0, 3).reshape(heads, dim, blocks * local)
+            values = _rows(pool.values, block).transpose(1, 0, 2, 3).reshape(heads, blocks * local, dim)
             # A slot that is unwritten, or of another row, may hold NaN, and 0 * NaN is NaN.
             readable = key_position <= last
             if window is not None:
@@ -344,12 +360,21 @@ def _attend_prompts(
         if tile_sinks is not None and slopes is not None:  # biases count from `last`
             tile_sinks += slopes[..., None] * (position - last).astype(jnp.float32)[:, None]
         nothing = _initial((heads, group, tile), dim, tile_sinks)
-        _, total, acc = lax.fori_loop(lowest // step_slots, last // step_slots + 1, step, nothing)
-        new = (acc / jnp.where(total > 0, total, 1)).transpose(2, 0, 1, 3)  # [tile, K, G, D]
-        old = lax.dynamic_slice_in_dim(out, origin, tile)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine[:, None, None, None], new, old), origin, 0)
+        maximum, total, acc = lax.fori_loop(lowest // step_slots, last // step_slots + 1, step, nothing)
 
-    return lax.fori_loop(0, tiles.total, attend, out)
+        def put(held: jax.Array, new: jax.Array) -> jax.Array:  # [T, K, G, ...], [K, G, tile, ...]
+            old = lax.dynamic_slice_in_dim(held, origin, tile)
+            new = jnp.where(mine[:, None, None, None], new.transpose(2, 0, 1, 3), old)
+            return lax.dynamic_update_slice_in_dim(held, new, origin, 0)
+
+        out = put(found.out, acc / jnp.where(total > 0, total, 1))
+        return PartialAttention(out, None if found.lse is None else put(found.lse, _lse(maximum, total)))
+
+    return lax.fori_loop(0, tiles.total, attend, found)
+
+
+def _lse(maximum: jax.Array, total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, maximum + jnp.log(jnp.where(total > 0, total, 1)), _LOWEST)
 
 
 def _initial(leading: tuple[int, ...], dim: int, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -54,7 +54,7 @@ def _each(change: Callable[..., jax.Array], *pools: XlaPool) -> XlaPool:
 
 def write_decodes(new: XlaPool, pool: XlaPool, decodes: Decodes) -> XlaPool:
     def write(i: jax.Array, pool: XlaPool) -> XlaPool:
-        block, slot, token = decodes.slot[i, 0], decodes.slot[i, 1], decodes.token[i]
+        block, slot, token = decodes.slot[i, 0], decodes.slot[i, 1], decodes.slot[i, 2]
 
         def put(held: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
             one = jnp.expand_dims(lax.dynamic_slice_in_dim(new, token, 1), slot_axis)
@@ -64,7 +64,7 @@ def write_decodes(new: XlaPool, pool: XlaPool, decodes: Decodes) -> XlaPool:
 
         return _each(put, pool, new, _SLOT_AXIS)
 
-    return lax.fori_loop(0, decodes.total, write, pool)
+    return lax.fori_loop(0, decodes.written, write, pool)
 
 
 def write_prompts(new: XlaPool, pool: XlaPool, writes: Writes) -> XlaPool:

@@ -19,14 +19,15 @@ _QUERY_TILE = 128
 class Decodes(NamedTuple):
     """Chunks of length 1, longest context first.
 
-    The first `total` entries count; the others have kv_len 0.
+    The first `total` entries count; the others have kv_len 0. Of slots, the first `written` entries count.
     """
 
     total: jax.Array  # int32[]
     token: jax.Array  # int32[C], flat token
     kv_len: jax.Array  # int32[C]
     tables: jax.Array  # int32[C, columns]; every entry names a block that may be read
-    slot: jax.Array  # int32[C, 2], block and slot in it that the token is written to
+    written: jax.Array  # int32[]
+    slot: jax.Array  # int32[C, 3], block, slot in it and the flat token that is written there
 
 
 class Writes(NamedTuple):
@@ -34,7 +35,7 @@ class Writes(NamedTuple):
 
     total: jax.Array  # int32[]
     block: jax.Array  # int32[n]
-    token: jax.Array  # int32[n], flat token of the block's slot 0; it may lie outside the chunk and the batch
+    token: jax.Array  # int32[n], flat token of the block's first slot here; it may lie outside the chunk and the batch
     start: jax.Array  # int32[n], first flat token of the chunk
     end: jax.Array  # int32[n], one past its last
 
@@ -54,11 +55,19 @@ class XlaMetadata(NamedTuple):
     writes: Writes
     tiles: Tiles
     tables: jax.Array  # int32[C, max_blocks]
+    first_slot: jax.Array  # int32[], of those of a block that this device holds
 
 
-def prepare(batch: AttentionBatch, shape: AttentionShape) -> XlaMetadata:
+def prepare(batch: AttentionBatch, shape: AttentionShape, part: jax.Array | int) -> XlaMetadata:
     """The work of an iteration on the blocks of the first layer."""
-    return XlaMetadata(_decodes(batch, shape), _writes(batch, shape), _query_tiles(batch), batch.block_tables)
+    first_slot = jnp.int32(part * shape.local_slots)
+    decodes, writes = _decodes(batch, shape, first_slot), _writes(batch, shape, first_slot)
+    return XlaMetadata(decodes, writes, _query_tiles(batch), batch.block_tables, first_slot)
+
+
+def positions(column: jax.Array, meta: XlaMetadata, shape: AttentionShape) -> jax.Array:
+    """Positions of this device's slots in table columns [...]: int32[..., local_slots]."""
+    return column[..., None] * shape.block_size + meta.first_slot + jnp.arange(shape.local_slots)
 
 
 def of_layer(meta: XlaMetadata, first_block: jax.Array | int) -> XlaMetadata:
@@ -69,13 +78,14 @@ def of_layer(meta: XlaMetadata, first_block: jax.Array | int) -> XlaMetadata:
         writes._replace(block=writes.block + first_block),
         meta.tiles,
         meta.tables + first_block,
+        meta.first_slot,
     )
 
 
 def decode_step(n_chunks: int, shape: AttentionShape) -> tuple[int, int]:
     """(rows, blocks of each row) in one step of the decode loop."""
     rows = min(_ROWS, n_chunks)
-    blocks = min(_ROW_SLOTS, _STEP_SLOTS // rows) // shape.block_size
+    blocks = min(_ROW_SLOTS, _STEP_SLOTS // rows) // shape.local_slots
     return rows, max(1, min(blocks, shape.max_blocks))
 
 
@@ -84,7 +94,7 @@ def query_tile(n_tokens: int) -> int:
     return min(_QUERY_TILE, n_tokens)
 
 
-def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
+def _decodes(batch: AttentionBatch, shape: AttentionShape, first_slot: jax.Array) -> Decodes:
     size = shape.block_size
     single = jnp.diff(batch.query_offsets) == 1
     kv_len = jnp.where(single, batch.kv_lens, 0)
@@ -92,12 +102,17 @@ def _decodes(batch: AttentionBatch, shape: AttentionShape) -> Decodes:
     kv_len, tables = kv_len[order], batch.block_tables[order]
     column = (kv_len - 1) // size
     block = jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")
-    slot = jnp.concatenate([block, (kv_len - 1 - column * size)[:, None]], axis=1)
+    slot = kv_len - 1 - column * size - first_slot
+    total, token = jnp.sum(single, dtype=jnp.int32), batch.query_offsets[order]
+    written, places = total, jnp.concatenate([block, slot[:, None], token[:, None]], axis=1)
+    if shape.slot_parts > 1:
+        is_here = (kv_len > 0) & (slot >= 0) & (slot < shape.local_slots)
+        written, places = jnp.sum(is_here, dtype=jnp.int32), places[jnp.argsort(~is_here, stable=True)]
     _, blocks = decode_step(kv_len.shape[0], shape)
     in_use = jnp.arange(shape.max_blocks) * size < kv_len[:, None]
     tables = jnp.where(in_use, tables, tables[0, 0])
     tables = jnp.pad(tables, ((0, 0), (0, -shape.max_blocks % blocks)), mode="edge")
-    return Decodes(jnp.sum(single, dtype=jnp.int32), batch.query_offsets[order], kv_len, tables, slot)
+    return Decodes(total, token, kv_len, tables, written, places)
 
 
 def _pieces(
@@ -117,7 +132,7 @@ def _long(batch: AttentionBatch) -> Int32[jax.Array, " C"]:
     return jnp.where(lengths > 1, lengths, 0)
 
 
-def _writes(batch: AttentionBatch, shape: AttentionShape) -> Writes:
+def _writes(batch: AttentionBatch, shape: AttentionShape, first_slot: jax.Array) -> Writes:
     size, long = shape.block_size, _long(batch)
     begin = batch.kv_lens - long  # position of each chunk's first token
     first = begin // size
@@ -127,7 +142,7 @@ def _writes(batch: AttentionBatch, shape: AttentionShape) -> Writes:
     column = first[chunk] + which
     start, end = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
     block = jnp.take_along_axis(batch.block_tables[chunk], column[:, None], axis=1, mode="clip")[:, 0]
-    return Writes(total, block, start + column * size - begin[chunk], start, end)
+    return Writes(total, block, start + column * size + first_slot - begin[chunk], start, end)
 
 
 def _query_tiles(batch: AttentionBatch) -> Tiles:

@@ -59,14 +59,23 @@ def poisoned(backend: Backend, shape: AttentionShape, n_blocks: int, large: Sequ
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 10, 11), donate_argnums=(6,))
 def run(backend, shape, layer_blocks, q, k, v, pool, batch, slopes, sinks, scale, decodes_only):
-    """One iteration of a layer for each of the shape's windows: [T, layers, N, D] and the pool."""
-    meta = backend.prepare(batch, shape, decodes_only=decodes_only)
-    outputs = []
-    for layer, window in enumerate(shape.windows):
-        options = {"slopes": slopes, "scale": scale, "window": window, "sinks": sinks}
-        out, pool = backend.attend(q, k, v, pool, meta, shape, **options, first_block=layer * layer_blocks)
-        outputs.append(out)
-    return jnp.stack(outputs, axis=1), pool
+    """One iteration of a layer for each of the shape's windows: [T, layers, N, D] and the pool of each part."""
+    found = []
+    for part, held in enumerate(pool):
+        meta = backend.prepare(batch, shape, decodes_only=decodes_only, part=part)
+        sink = None if sinks is None else sinks if part == 0 else jnp.full_like(sinks, -1e30)
+        outputs = []
+        for layer, window in enumerate(shape.windows):
+            options = {"slopes": slopes, "scale": scale, "window": window, "sinks": sink}
+            out, held = backend.attend(q, k, v, held, meta, shape, **options, first_block=layer * layer_blocks)
+            outputs.append(out)
+        found.append((jax.tree.map(lambda *each: jnp.stack(each, axis=1), *outputs), held))
+    outputs, pool = zip(*found, strict=True)
+    if shape.slot_parts == 1:
+        return outputs[0], pool
+    weights = jax.nn.softmax(jnp.stack([each.lse for each in outputs]), axis=0)  # [parts, T, layers, N]
+    shares = [weight[..., None] * each.out for weight, each in zip(weights, outputs, strict=True)]
+    return jnp.sum(jnp.stack(shares), axis=0).astype(q.dtype), pool
 
 
 @dataclass
@@ -116,7 +125,7 @@ class Harness:
         self.free = list(self.rng.permutation(n_blocks - 1 - len(self.large)))
         layers = len(shape.windows)
         large = [layer * n_blocks + block for layer in range(layers) for block in self.large]
-        self.pool = poisoned(backend, shape, layers * n_blocks, large)
+        self.pool = tuple(poisoned(backend, shape, layers * n_blocks, large) for _ in range(shape.slot_parts))
         self.rows: list[Row] = []
 
     def add_row(self, *, like: int | None = None, shared_blocks: int = 0) -> int:
@@ -284,10 +293,11 @@ def harness(seed):
         sinks=False,
         max_blocks=16,
         device="",
+        parts=1,
         **kw,
     ):
         if block is None:
-            block = SUBJECTS[subject].block_sizes[0] if isinstance(subject, str) else 8
+            block = parts * (SUBJECTS[subject].block_sizes[0] if isinstance(subject, str) else 8)
         if isinstance(windows, str):
             windows = WINDOWS[windows](block)
         shape = AttentionShape(
@@ -295,6 +305,7 @@ def harness(seed):
             num_kv_heads=kv_heads or heads,
             head_dim=dim,
             block_size=block,
+            slot_parts=parts,
             max_blocks=max_blocks,
             dtype=jnp.dtype(dtype),
             pool_dtype=jnp.dtype(pool or dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from itertools import product
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.api import AttentionShape
+from pallas_kernels.api import ONE_SLOT_PART, AttentionShape
 from tests.pallas_kernels.conftest import WINDOWS
 from tests.pallas_kernels.subjects import SUBJECTS, backend, over_subjects, thinned
 
@@ -83,6 +84,27 @@ def test_windows_soft_caps_and_sinks(
     harness, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi
 ):
     check_varied(harness, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi)
+
+
+SPLIT_NAMES = f"parts {VARIED_NAMES}"
+SPLIT = [
+    (2, "none", None, False, "float32", "float32", 2, 2, 64, True),
+    (3, "two sizes", 3.0, True, "float32", "float32", 4, 2, 64, True),
+    (2, "blocks", None, True, "bfloat16", "int8", 6, 2, 96, False),
+    (4, "alternating", 3.0, False, "float32", "bfloat16", 7, 7, 64, True),
+    (2, "one token", None, True, "float32", "int8", 3, 3, 64, True),
+]
+
+
+@over_subjects(SPLIT_NAMES, SPLIT, interpreted=1)
+def test_slots_of_blocks_in_several_parts(
+    harness, subject, parts, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi
+):
+    if subject != "xla":
+        assert backend(subject).supports(harness("xla", parts=parts).shape) == ONE_SLOT_PART
+        return
+    make = partial(harness, parts=parts)
+    check_varied(make, subject, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi)
 
 
 @pytest.mark.weekly

@@ -44,9 +44,10 @@ def test_drawn_bytes_are_known_but_for_a_few():
 
 
 @pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("parts", [("rows",), ("slots",), ("rows", "slots")])
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(20)])
-def test_pools_that_are_split_by_rows_too(seed: int) -> None:
-    found = predictions.compare(seed, rows=True)
+def test_pools_that_are_split_by_rows_or_slots_too(seed: int, parts: tuple[str, ...]) -> None:
+    found = predictions.compare(seed, parts=parts)
     assert all(each.holds for each in found), predictions.largest_misses(found).rows
     assert all(each.known for each in found) or seed % 2 == 0
 

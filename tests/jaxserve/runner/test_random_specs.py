@@ -20,15 +20,16 @@ REQUESTS = 6
 SIZES = replace(CONFIG, slots=400, buckets=(16,), attention="xla", compilation_cache=None)
 
 
-def drawn(seed: int, folder: Path, *, rows: bool) -> tuple[str, EngineConfig]:
-    """A family, and a mesh and rules for it that a plan accepts; the pool may be split by rows."""
+def drawn(seed: int, folder: Path, parts: tuple[str, ...]) -> tuple[str, EngineConfig]:
+    """A family, and a mesh and rules for it that a plan accepts; the pool may be split by rows, slots or both."""
     rng = random.Random(seed)
     while True:
-        family, _ = each = drawn_specs.draw(rng, exceptions=True, rows=rows)
+        family, _ = each = drawn_specs.draw(rng, exceptions=True, parts=parts)
         file = folder / f"{seed}.toml"
         file.write_text(each.text)
         try:
-            config = replace(SIZES, sharding=str(file), scoring=bool(seed), slots=800 if rows else 400)
+            config = replace(SIZES, sharding=str(file), scoring=bool(seed), slots=800 if parts else 400)
+            config = replace(config, block_size=8 if "slots" in parts else 4)
             predict(
                 Deployment(
                     name=family,
@@ -53,10 +54,10 @@ def marked(seed: int) -> Any:
     return pytest.param(seed, marks=group)
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("parts", [(), ("rows",), ("slots",), ("rows", "slots")])
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(40)])
-def test_what_a_plan_accepts_answers_as_one_device(seed: int, rows: bool, tmp_path: Path) -> None:
-    family, config = drawn(seed, tmp_path, rows=rows)
+def test_what_a_plan_accepts_answers_as_one_device(seed: int, parts: tuple[str, ...], tmp_path: Path) -> None:
+    family, config = drawn(seed, tmp_path, parts)
     expected, found = answers(family, replace(SIZES, scoring=config.scoring)), answers(family, config)
     assert found.tokens.keys() == expected.tokens.keys()
     different = [name for name, tokens in expected.tokens.items() if found.tokens[name] != tokens]
