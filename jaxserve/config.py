@@ -249,6 +249,11 @@ class EngineConfig:
         return axes.of_stage(axes.read(self.mesh, None), self.tensor)
 
     @property
+    def num_devices(self) -> int:
+        """Devices of all replicas."""
+        return self.stage_devices * self.stages * self.replicas
+
+    @property
     def stage_devices(self) -> int:
         """Devices of each stage."""
         return math.prod(self.stage_axes.values())

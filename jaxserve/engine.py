@@ -151,6 +151,7 @@ class Engine:
             replica.ask_to_stop()
         for replica in self._loops:
             replica.join()
+        for replica in self._loops:  # with several hosts, the first ends the workers of all
             replica.pipeline.close()
 
     def __enter__(self) -> Self:

@@ -68,7 +68,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     programs = replicas[0]
     device = programs[0].mesh.devices.flat[0]
     for stage in programs:
-        free = kv_cache.free_weight_bytes(device, _num_devices(config))
+        free = kv_cache.free_weight_bytes(device, config.num_devices)
         check_weights(parameters_of(stage).values(), free, f"{device.device_kind} device")
     params = weights.load(
         path,
@@ -174,7 +174,7 @@ def start(
 def settled_buckets(config: EngineConfig, programs: Sequence[StagePrograms]) -> tuple[EngineConfig, str]:
     """The settings with buckets for these devices, and the reason (see `predict.with_buckets`)."""
     device = programs[0].mesh.devices.flat[0]
-    return with_buckets(config, programs, of_kind(device.device_kind, _num_devices(config)))
+    return with_buckets(config, programs, of_kind(device.device_kind, config.num_devices))
 
 
 def program_cache(config: EngineConfig) -> ProgramCache | None:
@@ -280,10 +280,6 @@ def _padding(model: models.Model) -> str:
     return ", ".join(f"{axis} {own[axis]:,} held as {held[axis]:,}" for axis in own if held[axis] != own[axis])
 
 
-def _num_devices(config: EngineConfig) -> int:
-    return config.stage_devices * config.stages * config.replicas
-
-
 def _bytes_held(tree: Any) -> int:
     """Bytes of arrays, or of what they are described by, on all their devices, copies counted."""
     return sum(
@@ -316,7 +312,7 @@ def pool_blocks(config: EngineConfig, stage: StageRunner, drafters: Sequence[Sta
     full_rows = -(-programs.shape.n_rows // parts) * shape.max_blocks
     on_cpu = device.platform == "cpu"  # whose virtual devices share its memory
     held = (programs, *(runner.programs for runner in drafters[:1]))
-    free = kv_cache.free_bytes(device) // (_num_devices(config) if on_cpu else 1)
+    free = kv_cache.free_bytes(device) // (config.num_devices if on_cpu else 1)
     if config.host_cache is not None and not on_cpu:
         free -= 2 * DEVICE_BYTES  # in both directions
     return parts * kv_cache.fitting_blocks(

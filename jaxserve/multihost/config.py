@@ -140,18 +140,17 @@ CLUSTER_PARAMS = params(ClusterConfig)
 
 def check_settings(config: EngineConfig, cluster: ClusterConfig) -> None:
     """Raise ValueError for settings that several hosts do not support."""
-    if config.replicas != 1:
-        raise ValueError(f"replicas is {config.replicas}; with hosts it must be 1 (start several groups of hosts)")
     if config.host_cache is not None:
         raise ValueError(f"host_cache is {config.host_cache}; several hosts support none")
     if config.draft_model is not None:
         raise ValueError(f"speculate is {config.speculate}; several hosts support no draft model, only ngram")
-    devices = config.stage_devices * config.stages
-    if devices % cluster.hosts:
+    if config.num_devices % cluster.hosts:
         raise ValueError(
-            f"{axes.product(config.stage_axes)} times stages {config.stages} is {devices} devices, which "
-            f"{cluster.hosts} hosts cannot share evenly"
+            f"{product(config)} is {config.num_devices} devices, which {cluster.hosts} hosts cannot share evenly; it "
+            f"must be a multiple of {cluster.hosts}"
         )
+    if cluster.links == "direct" and (shared := shared_by_links(config, cluster.hosts)):
+        raise ValueError(f"links is direct, but {shared}; it must be auto or bridge")
     if cluster.shared_secret is None and cluster.secrets is None and not _is_loopback(cluster.interface):
         raise ValueError(
             f"coordinator is {cluster.coordinator}, which other machines may reach: give every host the same "
@@ -166,11 +165,41 @@ def _is_loopback(interface: str) -> bool:
         return interface == "localhost"
 
 
-def stages_of(config: EngineConfig, hosts: int) -> dict[int, tuple[int, ...]]:
-    """Stages with devices on each host: hosts share the devices of all stages evenly, in order."""
-    size = config.stage_devices
-    each = size * config.stages // hosts
-    return {host: tuple(range(host * each // size, ((host + 1) * each - 1) // size + 1)) for host in range(hosts)}
+def product(config: EngineConfig) -> str:
+    """The devices of all replicas as a product, for messages."""
+    replicas = f" times replicas {config.replicas}" if config.replicas > 1 else ""
+    return f"{axes.product(config.stage_axes)} times stages {config.stages}{replicas}"
+
+
+def place(config: EngineConfig, hosts: int) -> list[dict[int, tuple[int, ...]]]:
+    """Each replica's hosts, with the stages that have devices there.
+
+    Hosts share the devices of all replicas evenly. Replicas, and the stages of each, take them in order.
+    """
+    size, share = config.stage_devices, config.num_devices // hosts
+    each, found = size * config.stages, []
+    for start in range(0, config.num_devices, each):
+        stages: dict[int, tuple[int, ...]] = {}
+        for host in range(start // share, (start + each - 1) // share + 1):
+            first, end = max(host * share, start) - start, min((host + 1) * share, start + each) - start
+            stages[host] = tuple(range(first // size, (end - 1) // size + 1))
+        found.append(stages)
+    return found
+
+
+def shared_by_links(config: EngineConfig, hosts: int) -> str:
+    """Which two replicas have links between hosts and share one of these; empty if none do.
+
+    Direct links do not serve them: the runtime pairs copies by their number (`links.DirectLink`), and the iterations of
+    two replicas come in another order on every host.
+    """
+    linked: dict[int, int] = {}  # host -> a replica with links to other hosts
+    for replica, stages in enumerate(place(config, hosts)):
+        for host in stages if config.stages > 1 and len(stages) > 1 else ():
+            if host in linked:
+                return f"replicas {linked[host]} and {replica} both link stages of host {host} to other hosts"
+            linked[host] = replica
+    return ""
 
 
 def facts(

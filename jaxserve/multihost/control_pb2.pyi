@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared", "join")
+    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared", "join", "replica")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class FromWorker(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reached: Reached
     vote: Vote
@@ -24,10 +25,11 @@ class FromWorker(_message.Message):
     failed: Failed
     prepared: Prepared
     join: Join
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ...) -> None: ...
+    replica: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class FromMaster(_message.Message):
-    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge", "profile")
+    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge", "profile", "replica")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +41,7 @@ class FromMaster(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     agreed: Agreed
     phase: Phase
@@ -50,7 +53,8 @@ class FromMaster(_message.Message):
     release: Release
     challenge: Challenge
     profile: bool
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., profile: _Optional[bool] = ...) -> None: ...
+    replica: int
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., profile: _Optional[bool] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("field", "value")
@@ -123,14 +127,20 @@ class Phase(_message.Message):
     def __init__(self, deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("busy", "sequence", "stage")
-    BUSY_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("oldest",)
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    oldest: _containers.RepeatedCompositeFieldContainer[Unfinished]
+    def __init__(self, oldest: _Optional[_Iterable[_Union[Unfinished, _Mapping]]] = ...) -> None: ...
+
+class Unfinished(_message.Message):
+    __slots__ = ("replica", "sequence", "stage")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
-    busy: bool
+    replica: int
     sequence: int
     stage: int
-    def __init__(self, busy: _Optional[bool] = ..., sequence: _Optional[int] = ..., stage: _Optional[int] = ...) -> None: ...
+    def __init__(self, replica: _Optional[int] = ..., sequence: _Optional[int] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("sequence", "stage", "launching", "cause")
@@ -351,7 +361,7 @@ class Table(_message.Message):
     def __init__(self, width: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Recording(_message.Message):
-    __slots__ = ("version", "reason", "fingerprint", "settings", "n_blocks", "n_rows", "rows", "entries")
+    __slots__ = ("version", "reason", "fingerprint", "settings", "n_blocks", "n_rows", "rows", "entries", "replica")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +370,7 @@ class Recording(_message.Message):
     N_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     version: int
     reason: str
     fingerprint: str
@@ -368,7 +379,8 @@ class Recording(_message.Message):
     n_rows: int
     rows: _containers.RepeatedCompositeFieldContainer[Row]
     entries: _containers.RepeatedCompositeFieldContainer[Entry]
-    def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ..., fingerprint: _Optional[str] = ..., settings: _Optional[str] = ..., n_blocks: _Optional[int] = ..., n_rows: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
+    replica: int
+    def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ..., fingerprint: _Optional[str] = ..., settings: _Optional[str] = ..., n_blocks: _Optional[int] = ..., n_rows: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class Row(_message.Message):
     __slots__ = ("admission", "computed")

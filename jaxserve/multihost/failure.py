@@ -31,6 +31,7 @@ class Symptom:
 
     Attributes:
       hosts: the hosts that show it.
+      replicas: those that it is known to concern; empty if there is only one.
       stages: the stages of these hosts, or the one that was running.
       sequence: number of the current iteration, if there was one.
       step: step of the start, before it has ended.
@@ -39,14 +40,14 @@ class Symptom:
     kind: SymptomKind
     hosts: tuple[int, ...]
     cause: str
+    replicas: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     sequence: int | None = None
     step: str | None = None
 
     def __str__(self) -> str:
-        where = [f"host{'s' * (len(self.hosts) > 1)} {_listed(self.hosts)}"]
-        if self.stages:
-            where.append(f"stage{'s' * (len(self.stages) > 1)} {_listed(self.stages)}")
+        named = (("host", self.hosts), ("replica", self.replicas), ("stage", self.stages))
+        where = [f"{name}{'s' * (len(numbers) > 1)} {_listed(numbers)}" for name, numbers in named if numbers]
         if self.sequence is not None:
             where.append(f"iteration {self.sequence}")
         if self.step is not None:
@@ -79,7 +80,7 @@ def cause_of(problems: Iterable[Symptom]) -> Symptom:
     first = min(found, key=_rank)
     if first.kind != SymptomKind.LATE:
         return first
-    alike = [each for each in found if _rank(each) == _rank(first)]
+    alike = [each for each in found if (each.replicas, _rank(each)) == (first.replicas, _rank(first))]
     hosts = tuple(sorted({host for each in alike for host in each.hosts}))
     return replace(first, hosts=hosts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.multihost import control_pb2 as pb
@@ -26,7 +26,70 @@ class Member:
     heard: float = 0.0
     step: str | None = "joining"
     votes: dict[str, pb.Vote] = field(default_factory=dict)
-    waiting: OldestIteration | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaIterations:
+    """Host 0's view of the iterations of a replica.
+
+    Attributes:
+      replicas: its number, as a `Symptom` has it: empty if there is only one replica.
+      stages: its pipeline stages on each of its hosts.
+      local: iterations of the stages on host 0.
+      answers: iterations of all stages.
+      sent: the newest plan.
+      sampling: the hosts of the last stage.
+      answering: the one of them that has the results for host 0.
+      waiting: by worker, its oldest unfinished iteration at its last heartbeat.
+    """
+
+    replicas: tuple[int, ...]
+    stages: Mapping[int, tuple[int, ...]]
+    local: IterationTracker = field(default_factory=IterationTracker)
+    answers: IterationTracker = field(default_factory=IterationTracker)
+    sent: int | None = None
+    sampling: tuple[int, ...] = field(init=False)
+    answering: int = field(init=False)
+    waiting: dict[int, OldestIteration | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        last = max(map(max, self.stages.values()))
+        self.sampling = tuple(host for host, stages in self.stages.items() if last in stages)
+        self.answering = min(self.sampling)
+        self.waiting = dict.fromkeys(self.stages)
+
+    def heard(self, host: int, oldest: pb.Unfinished | None) -> None:
+        """Record a worker's oldest unfinished iteration."""
+        self.waiting[host] = None if oldest is None else OldestIteration(oldest.sequence, oldest.stage, 0.0)
+
+    def at(self, host: int) -> tuple[tuple[int, ...], int | None]:
+        """The stages at which a worker is, and its iteration."""
+        if (waiting := self.waiting[host]) is not None:
+            return (waiting.stage,), waiting.sequence
+        answer = self.answers.waiting()
+        return self.stages[host], self.sent if answer is None else answer.sequence
+
+    def late(self, deadline: float) -> Symptom | None:
+        """An iteration past its deadline, on host 0 or on the host that has the results."""
+        host, stages, oldest = 0, (), self.local.waiting()
+        if oldest is not None and oldest.seconds > deadline:
+            stages = (oldest.stage,)
+        else:
+            host, oldest = self.answering, self.answers.waiting()
+            stages = self.stages[host][-1:]
+        if oldest is None or oldest.seconds <= deadline:
+            return None
+        return self._late(host, stages, oldest.sequence, f"not done within {deadline:g} s")
+
+    def first_late(self, late: Symptom) -> Symptom:
+        """The symptom of the host that works on the earliest iteration, for which the others wait."""
+        waiting = [(0, self.local.waiting()), *self.waiting.items()]
+        found = [self._late(host, (it.stage,), it.sequence, late.cause) for host, it in waiting if it is not None]
+        return cause_of(found or [late])
+
+    def _late(self, host: int, stages: tuple[int, ...], sequence: int, cause: str) -> Symptom:
+        kind, replicas = SymptomKind.LATE, self.replicas
+        return Symptom(kind=kind, hosts=(host,), replicas=replicas, stages=stages, sequence=sequence, cause=cause)
 
 
 class FailureDetector:
@@ -34,21 +97,14 @@ class FailureDetector:
 
     Attributes:
       members: the workers by host.
-      stages: pipeline stages of each host.
-      local: iterations of the stages on host 0.
-      answers: iterations of all stages.
-      answering: the host that sends the results.
-      sent: the newest plan.
+      replicas: once they are placed on the hosts.
       deadline: seconds until an iteration's deadline; 0 for none.
       step: step of host 0's start; None once it serves.
     """
 
     def __init__(self, workers: Iterable[int]) -> None:
         self.members = {host: Member(host) for host in workers}
-        self.stages: dict[int, tuple[int, ...]] = {}
-        self.local, self.answers = IterationTracker(), IterationTracker()
-        self.answering = 0
-        self.sent: int | None = None
+        self.replicas: list[ReplicaIterations] = []
         self.deadline = 0.0
         self.step: str | None = "joining"
 
@@ -59,16 +115,8 @@ class FailureDetector:
         first = cause_of(problems)
         if first.kind != SymptomKind.LATE:
             return first
-        # The last heartbeats tell which host works on the earliest iteration. The others wait for it.
-        waiting = [(0, self.local.waiting()), *((each.host, each.waiting) for each in self.members.values())]
-        late = [
-            Symptom(
-                kind=SymptomKind.LATE, hosts=(host,), stages=(each.stage,), sequence=each.sequence, cause=first.cause
-            )
-            for host, each in waiting
-            if each is not None
-        ]
-        return cause_of(late or [first])
+        (replica,) = [each for each in self.replicas if each.replicas == first.replicas]
+        return replica.first_late(first)
 
     def silent(self) -> list[Symptom]:
         """Workers that have stopped sending heartbeats."""
@@ -81,31 +129,21 @@ class FailureDetector:
         ]
 
     def late(self) -> list[Symptom]:
-        """An iteration past its deadline, here or on the host that sends the results."""
+        """A symptom of each replica with an iteration past its deadline."""
         if not self.deadline:
             return []
-        cause = f"not done within {self.deadline:g} s"
-        mine = self.local.waiting()
-        if mine is not None and mine.seconds > self.deadline:
-            return [
-                Symptom(kind=SymptomKind.LATE, hosts=(0,), stages=(mine.stage,), sequence=mine.sequence, cause=cause)
-            ]
-        answer = self.answers.waiting()
-        if answer is not None and answer.seconds > self.deadline:
-            stages = self.stages.get(self.answering, ())[-1:]
-            hosts = (self.answering,)
-            return [Symptom(kind=SymptomKind.LATE, hosts=hosts, stages=stages, sequence=answer.sequence, cause=cause)]
-        return []
+        return [late for replica in self.replicas if (late := replica.late(self.deadline)) is not None]
 
     def of(self, member: Member, kind: SymptomKind, cause: str) -> Symptom:
-        """A symptom of a worker, with its current iteration."""
-        waiting, answer = member.waiting, self.answers.waiting()
-        sequence = self.sent if answer is None else answer.sequence
+        """A symptom of a worker, with its current iteration unless it has several replicas."""
+        its = [replica for replica in self.replicas if member.host in replica.stages]
+        stages, sequence = its[0].at(member.host) if len(its) == 1 else ((), None)
         return Symptom(
             kind=kind,
             hosts=(member.host,),
-            stages=self.stages.get(member.host, ()) if waiting is None else (waiting.stage,),
-            sequence=sequence if waiting is None else waiting.sequence,
+            replicas=tuple(number for replica in its for number in replica.replicas),
+            stages=stages,
+            sequence=sequence,
             step=member.step,
             cause=cause,
         )

@@ -190,7 +190,8 @@ class FlightRecorder:
         data = self.recording(reason).SerializeToString()
         self._folder.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
-        path = self._folder / f"jaxserve-{now}.flight"
+        replica = f"-replica-{self._about.replica}" if self._about.HasField("replica") else ""
+        path = self._folder / f"jaxserve-{now}{replica}.flight"
         partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_bytes(data)
         partial.rename(path)

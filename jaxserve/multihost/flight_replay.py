@@ -38,9 +38,11 @@ class TokenDifference:
     """The first token of a request that differs.
 
     Attributes:
+      replica: of several; None if there was one.
       recorded / replayed: (token, its logprob).
     """
 
+    replica: int | None
     request_id: str
     sequence: int
     position: int
@@ -49,9 +51,10 @@ class TokenDifference:
 
     def __str__(self) -> str:
         (token, logprob), (other, its) = self.recorded, self.replayed
+        replica = "" if self.replica is None else f"replica {self.replica}, "
         return (
-            f"iteration {self.sequence}, request {self.request_id}, position {self.position}: recorded {token} "
-            f"(logprob {logprob:.4f}), replayed {other} ({its:.4f})"
+            f"{replica}iteration {self.sequence}, request {self.request_id}, position {self.position}: recorded "
+            f"{token} (logprob {logprob:.4f}), replayed {other} ({its:.4f})"
         )
 
 
@@ -191,6 +194,7 @@ class _Replay:
                 replayed = int(result.tokens[at]), float(result.logprobs[at])
                 if recorded[0] != replayed[0]:
                     differences[name] = TokenDifference(
+                        replica=self._recording.replica if self._recording.HasField("replica") else None,
                         request_id=name,
                         sequence=plan.sequence,
                         position=position,

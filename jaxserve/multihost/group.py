@@ -1,25 +1,23 @@
-"""Host 0's side of the control channel: joining, votes, results, and the end of the group."""
+"""Host 0's side of the control channel: joining, votes, and the end of the group."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import grpc
-from jax.errors import JaxRuntimeError
 
-from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.multihost import channel, handshake, wire
+from jaxserve.multihost import channel, handshake
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import ExitCode, HostFailed, Symptom, SymptomKind, one_line
-from jaxserve.multihost.failure_detector import STARTING_SILENCE, FailureDetector, Member
-from jaxserve.multihost.in_flight import OldestIteration
+from jaxserve.multihost.failure_detector import STARTING_SILENCE, FailureDetector, Member, ReplicaIterations
 from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
 from jaxserve.multihost.remote_grammars import GrammarCompileRequests
+from jaxserve.multihost.replica_hosts import ReplicaHosts
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +34,7 @@ class HostGroup(channel.ControlChannel):
       end: ends the process.
 
     Attributes:
+      replicas: the hosts of each replica, once they are placed.
       reception: lets in who proves to be a host of the group, and counts the others.
       failure: why the group failed. The process ends about a second later, so that callers get the error first.
       on_failure: called once with the cause, by the watchdog's thread.
@@ -55,10 +54,9 @@ class HostGroup(channel.ControlChannel):
         self._changed = threading.Condition()
         self._detector = FailureDetector(range(1, cluster.hosts))
         self._members = self._detector.members
-        self.progress = self._detector.local
         self._problems: list[Symptom] = []
         self.failure: HostFailed | None = None
-        self._results: queue.SimpleQueue[tuple[int, IterationResult] | None] = queue.SimpleQueue()  # None: no more
+        self.replicas: list[ReplicaHosts] = []
         self.preparations = GrammarCompileRequests(self.broadcast, ())
         self._refused: str | None = None
         self.reception = handshake.Reception(cluster.shared_secret)
@@ -82,7 +80,7 @@ class HostGroup(channel.ControlChannel):
         deadline, wrong = time.monotonic() + self._cluster.join_timeout, None
         with self._changed:
             while missing := [member.host for member in self._members.values() if not member.joined]:
-                self._raise_failure()
+                self.raise_if_failed()
                 left, wrong = deadline - time.monotonic(), self._refused
                 if left <= 0:
                     hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -105,7 +103,7 @@ class HostGroup(channel.ControlChannel):
         """Wait for every host's vote, and send the result to all. Raises HostFailed."""
         with self._changed:
             while any(mine.about not in member.votes for member in self._members.values()):
-                self._raise_failure()
+                self.raise_if_failed()
                 self._changed.wait()
             votes = {0: mine} | {host: member.votes[mine.about] for host, member in self._members.items()}
         agreed = pb.Agreed(
@@ -116,54 +114,25 @@ class HostGroup(channel.ControlChannel):
         self.broadcast(pb.FromMaster(agreed=agreed))
         return agreed
 
-    def place(self, stages: dict[int, tuple[int, ...]]) -> None:
-        """Set the stages of each host. The first host of the last stage returns the results."""
-        self._detector.stages = stages
-        last = max(max(each, default=0) for each in stages.values())
-        choosing = [host for host, each in stages.items() if last in each]
-        self._detector.answering = min(choosing)
-        self.preparations = GrammarCompileRequests(self.broadcast, (host for host in choosing if host))
+    def place(self, placed: Sequence[Mapping[int, tuple[int, ...]]]) -> list[ReplicaHosts]:
+        """Set the stages that each replica has on each host (`config.place`)."""
+        its = [ReplicaIterations((index,) if len(placed) > 1 else (), stages) for index, stages in enumerate(placed)]
+        self._detector.replicas = its
+        self.replicas = [ReplicaHosts(index, each, self) for index, each in enumerate(its)]
+        sampling = {host for each in its for host in each.sampling}
+        self.preparations = GrammarCompileRequests(self.broadcast, sampling - {0})
+        return self.replicas
 
     def phase(self, deadline: float, *, serving: bool) -> None:
-        """Restart plan numbers at 0 and set the deadline in seconds; 0 is no deadline."""
+        """Restart all plan numbers at 0 and set the deadline in seconds; 0 is no deadline."""
         with self._changed:
-            self._raise_failure()
+            self.raise_if_failed()
             self._detector.deadline = deadline
             if serving:
                 self._detector.step = None
                 for member in self._members.values():
                     member.step = None
         self.broadcast(pb.FromMaster(phase=pb.Phase(deadline_seconds=deadline)))
-
-    # Iterations
-
-    def send(self, message: pb.FromMaster) -> None:
-        """Send a plan to every worker. Raises HostFailed."""
-        self._raise_failure()
-        self._detector.sent = message.plan.sequence
-        self._detector.answers.begin(self._detector.sent)
-        self.progress.begin(self._detector.sent)
-        self.broadcast(message)
-
-    def done(self, plan: IterationPlan, result: IterationResult | None) -> None:
-        """Note that this host's stages have run an iteration."""
-        if self._detector.answering == 0:
-            assert result is not None
-            self._answer(plan.sequence, result)
-
-    def result(self, sequence: int) -> IterationResult:
-        """Wait for the result of the next iteration. Raises HostFailed."""
-        found = self._results.get()
-        if found is None:
-            self._results.put(None)
-            self._raise_failure()
-        assert found is not None
-        assert found[0] == sequence, f"the result of iteration {found[0]} came instead of that of {sequence}"
-        return found[1]
-
-    def _answer(self, sequence: int, result: IterationResult) -> None:
-        self._detector.answers.end()
-        self._results.put((sequence, result))
 
     # Failure
 
@@ -173,23 +142,6 @@ class HostGroup(channel.ControlChannel):
             if self._stopping:
                 return
             self._problems.append(problem)
-
-    def report_error(self, sequence: int, stage: int | None, problem: Exception) -> None:
-        """Report what an iteration raised on this host.
-
-        Args:
-          stage: the stage whose device raised it; None if the launch did.
-        """
-        on_device = stage is not None or isinstance(problem, JaxRuntimeError)
-        self.report(
-            Symptom(
-                kind=SymptomKind.DEVICE_ERROR if on_device else SymptomKind.RAISED,
-                hosts=(0,),
-                stages=self._detector.stages.get(0, ()) if stage is None else (stage,),
-                sequence=sequence,
-                cause=f"{'its device failed' if on_device else type(problem).__name__}: {one_line(problem)}",
-            )
-        )
 
     def cannot_start(self, problem: Exception) -> None:
         """Report that this host failed to start. Raises HostFailed."""
@@ -201,9 +153,10 @@ class HostGroup(channel.ControlChannel):
         """Wait until the cause is known, then raise HostFailed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, STARTING_SILENCE)
-        self._raise_failure()
+        self.raise_if_failed()
 
-    def _raise_failure(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raise HostFailed if the group has failed."""
         if self.failure is not None:
             raise HostFailed(self.failure.problem, self.failure.code)
 
@@ -232,7 +185,8 @@ class HostGroup(channel.ControlChannel):
         with self._changed:  # after `on_failure`: a thread that waits for `failure` may end the process
             self.failure = HostFailed(problem, code)
             self._changed.notify_all()
-        self._results.put(None)
+        for replica in self.replicas:
+            replica.end()
         time.sleep(_GRACE)
         self._end(code)
         return False
@@ -263,11 +217,11 @@ class HostGroup(channel.ControlChannel):
 
     # The channel
 
-    def broadcast(self, message: pb.FromMaster) -> None:
-        """Send a message to every worker that has joined."""
+    def broadcast(self, message: pb.FromMaster, hosts: Container[int] | None = None) -> None:
+        """Send a message to every worker that has joined, or to those of them in `hosts`."""
         data = message.SerializeToString()  # once for all workers
         for member in self._members.values():
-            if member.joined:
+            if member.joined and (hosts is None or member.host in hosts):
                 member.queue.put(data)
 
     def _beat(self) -> None:
@@ -343,11 +297,12 @@ class HostGroup(channel.ControlChannel):
         member.heard = time.monotonic()
         match message.WhichOneof("message"):
             case "heartbeat":
-                beat = message.heartbeat
-                member.waiting = OldestIteration(beat.sequence, beat.stage, 0.0) if beat.busy else None
+                oldest = {each.replica: each for each in message.heartbeat.oldest}
+                for index, its in enumerate(self._detector.replicas):
+                    if member.host in its.stages:
+                        its.heard(member.host, oldest.get(index))
             case "completed":
-                if member.host == self._detector.answering:
-                    self._answer(message.completed.sequence, wire.decode_result(message.completed.result))
+                self.replicas[message.replica].completed(member.host, message.completed)
             case "prepared":
                 self.preparations.answered(member.host, message.prepared)
             case "vote":
@@ -359,13 +314,14 @@ class HostGroup(channel.ControlChannel):
                 self._tell(f"host {member.host}: {member.step}")
             case "failed":
                 failed = message.failed
-                stages = self._detector.stages.get(member.host, ()) if failed.launching else (failed.stage,)
                 problem = Symptom(
                     kind=SymptomKind.RAISED if failed.launching else SymptomKind.DEVICE_ERROR,
                     hosts=(member.host,),
-                    stages=() if member.step is not None else stages,
-                    sequence=None if member.step is not None else failed.sequence,
                     step=member.step,
                     cause=failed.cause,
                 )
+                if member.step is None:
+                    its = self._detector.replicas[message.replica]
+                    stages = its.stages[member.host] if failed.launching else (failed.stage,)
+                    problem = replace(problem, replicas=its.replicas, stages=stages, sequence=failed.sequence)
                 self.report(problem)

@@ -5,7 +5,7 @@ device: natively on TPUs and GPUs, over sockets on CPUs. `BridgeLink` is a compi
 of both stages, which every backend supports. It runs in order with the other programs of both stages. Therefore the
 sampled tokens are sent only once they are known; otherwise the first stage would block on them.
 
-Every host calls `send` on all its links, with the same plans in the same order.
+Every host of a replica calls `send` on all the replica's links, with the same plans in the same order.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class NoLink:
 class DirectLink:
     """A copy between devices of different hosts, by the runtime.
 
-    Hosts without devices of either stage call `send` too. The runtime pairs a sender with its receiver by the number of
-    copies between hosts that each process has started. A process that leaves one out then waits for wrong copies.
+    The replica's hosts without devices of either stage call `send` too. The runtime pairs a sender with its receiver by
+    the number of copies between hosts that each process has started. A process that leaves one out then waits for wrong
+    copies.
     """
 
     in_line = False
@@ -111,25 +112,28 @@ class BridgeLink:
 
 
 def make_links(stages: Sequence[StagePrograms], way: Way) -> list[Link]:
-    """This host's links: from each stage to the next, and from the last to the first."""
+    """A replica's links here: from each stage to the next, and from the last to the first."""
     if len(stages) == 1:
         return [NoLink()]
-    me = jax.process_index()
+    me, everyone = jax.process_index(), set().union(*map(_hosts, stages))
     links: list[Link] = []
     for source, target in zip(stages, (*stages[1:], stages[0]), strict=True):
         hosts = _hosts(source) | _hosts(target)
         if len(hosts) == 1:
             links.append(DevicePut(target) if me in hosts else NoLink())
         elif way == "direct":
-            links.append(DirectLink(source, target))
+            links.append(DirectLink(source, target) if me in everyone else NoLink())
         else:
             links.append(BridgeLink(source, target) if me in hosts else NoLink())
     return links
 
 
-def crosses_hosts(stages: Sequence[StagePrograms]) -> bool:
-    """Whether any link crosses hosts."""
-    return len(stages) > 1 and len(set().union(*map(_hosts, stages))) > 1
+def crossing(stages: Sequence[StagePrograms]) -> list[int]:
+    """The links of a replica that cross hosts."""
+    if len(stages) == 1:
+        return []
+    ends = enumerate(zip(stages, (*stages[1:], stages[0]), strict=True))
+    return [index for index, (source, target) in ends if len(_hosts(source) | _hosts(target)) > 1]
 
 
 def _hosts(stage: StagePrograms) -> set[int]:

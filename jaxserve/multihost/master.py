@@ -1,4 +1,4 @@
-"""Host 0's pipeline: it sends each plan to the workers and runs the stages on this host."""
+"""Host 0's pipeline of a replica: sends plans to the workers and runs the stages here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import wire
 from jaxserve.multihost.flight_recorder import FlightRecorder
-from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.in_flight import CompletionWaiter
+from jaxserve.multihost.replica_hosts import ReplicaHosts
 from jaxserve.runner.batch import PackedPlan
 from jaxserve.runner.links import Link
 from jaxserve.runner.pipeline import Pipeline, Stage, Unsampled
@@ -23,31 +23,32 @@ from jaxserve.structured_output.matcher import CompiledGrammar
 
 
 class MasterPipeline(Pipeline):
-    """Launches iterations on all hosts; one host of the last stage returns the results.
+    """Launches iterations on a replica's hosts; one host of the last stage returns the results.
 
     Args:
+      hosts: the replica's.
       leave: leaves the jax job after a normal end.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], links: Sequence[Link], group: HostGroup, leave: Callable[[], None]
+        self, stages: Sequence[Stage], links: Sequence[Link], hosts: ReplicaHosts, leave: Callable[[], None]
     ) -> None:
         super().__init__(stages, links)
-        self._group, self._leave = group, leave
+        self._hosts, self._leave = hosts, leave
         self._numbers = 0
         self._plans: deque[IterationPlan] = deque()
-        self._waiter = CompletionWaiter(group.progress, done=group.done, failed=group.report_error)
+        self._waiter = CompletionWaiter(hosts.iterations.local, done=hosts.done, failed=hosts.report_error)
         self.recorder: FlightRecorder | None = None
 
     @property
     def problem(self) -> str | None:
         """Why the group of hosts has failed; None if it has not."""
-        failure = self._group.failure
+        failure = self._hosts.group.failure
         return None if failure is None else str(failure)
 
     @property
     def strangers(self) -> int:
-        return self._group.reception.strangers
+        return self._hosts.group.reception.strangers if self._hosts.index == 0 else 0  # those of all replicas
 
     @property
     def spans_hosts(self) -> bool:
@@ -74,7 +75,7 @@ class MasterPipeline(Pipeline):
         self._numbers += 1
         message = pb.FromMaster()
         wire.write_plan(message.plan, numbered, feeds)
-        self._group.send(message)
+        self._hosts.send(message)
         if self.recorder is not None:
             self.recorder.launched(message.plan)
         self._plans.append(plan)
@@ -94,44 +95,43 @@ class MasterPipeline(Pipeline):
         try:
             yield
         except Exception as problem:
-            self._group.report_error(plan.sequence, None, problem)
-            self._group.raise_failure()
+            self._hosts.report_error(plan.sequence, None, problem)
+            self._hosts.group.raise_failure()
             raise
 
     def prepare(self, grammar: Grammar) -> Callable[[], str | None]:
-        return self._group.preparations.ask(grammar)
+        return self._hosts.group.preparations.ask(grammar)
 
     def tell_profile(self, running: bool) -> None:
-        self._group.broadcast(pb.FromMaster(profile=running))
+        self._hosts.group.broadcast(pb.FromMaster(profile=running))
 
     def add_grammar(
         self, request_id: str, sampling: SamplingParams, compiled: CompiledGrammar, generated: Sequence[int] = ()
     ) -> None:
         super().add_grammar(request_id, sampling, compiled, generated)
         hold = pb.Hold(request_id=request_id, sampling=wire.encode_sampling(sampling))
-        self._group.broadcast(pb.FromMaster(hold=hold))
+        self._hosts.broadcast(pb.FromMaster(hold=hold))
 
     def remove_grammar(self, request_id: str) -> None:
         if self._masks.end(request_id):
-            self._group.broadcast(pb.FromMaster(release=pb.Release(request_id=request_id)))
+            self._hosts.broadcast(pb.FromMaster(release=pb.Release(request_id=request_id)))
 
     def _take_oldest(self) -> tuple[IterationPlan, IterationResult]:
         """Waits until the oldest iteration has run on its last stage. Raises HostFailed."""
         plan = self._plans.popleft()
-        result = self._group.result(self._numbers - len(self._plans) - 1)
+        result = self._hosts.result(self._numbers - len(self._plans) - 1)
         self.landed(plan)
         if self.recorder is not None:
             self.recorder.landed(result)
         return plan, result
 
-    def serve(self, deadline: float, recorder: FlightRecorder) -> None:
-        """Starts serving: plans are numbered from 0 and each has a deadline."""
+    def serve(self, recorder: FlightRecorder) -> None:
+        """Starts serving, after `HostGroup.phase`: plans are numbered from 0, and recorded."""
         assert not self._plans
         self._numbers = 0
-        self._group.phase(deadline, serving=True)
         self.recorder = recorder
 
     def close(self) -> None:
-        """Stops the workers normally."""
-        if self._group.stop():
+        """Stops the workers normally. With several replicas, the first call does."""
+        if self._hosts.group.stop():
             self._leave()

@@ -16,7 +16,7 @@ from jaxserve.multihost import distributed
 from jaxserve.multihost.channel import ControlChannel
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import one_line
-from jaxserve.multihost.links import BridgeLink, DirectLink, crosses_hosts, make_links
+from jaxserve.multihost.links import BridgeLink, DirectLink, crossing, make_links
 from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
 
@@ -26,45 +26,54 @@ _REFUSALS = (ValueError, RuntimeError, NotImplementedError, TimeoutError)  # Jax
 
 
 def choose_links(
-    programs: Sequence[StagePrograms],
+    replicas: Sequence[Sequence[StagePrograms]],
     sizes: Sequence[int],
     cluster: ClusterConfig,
     party: ControlChannel,
     tell: Callable[[str], None],
-) -> list[Link]:
-    """The links that the settings name, or that work on all hosts, which call this together.
+    shared: str = "",
+) -> list[list[Link]]:
+    """Each replica's links: those that the settings name, or that work on all hosts.
+
+    All hosts call this together.
 
     Args:
       sizes: tokens of each bucket.
+      shared: why direct links do not serve these replicas (`config.shared_by_links`), or "".
 
     Raises:
       ValueError: the settings name direct links, and they do not work.
     """
-    if not crosses_hosts(programs):
-        return make_links(programs, "bridge")
+    if not any(map(crossing, replicas)):
+        return [make_links(programs, "bridge") for programs in replicas]
     party.reached("linking stages")
     way, why = "bridge", "asked for"
-    if cluster.links != "bridge":
+    if cluster.links == "auto" and shared:
+        why = shared
+    elif cluster.links != "bridge":
         party.agree("compiled", 1)  # a host that still compiles would look unreachable
         way, why = "direct", "probed"
-        if problem := probe(programs, party.check):
+        if problem := probe(replicas, party.check):
             distributed.keep_client()
             if cluster.links == "direct":
                 raise ValueError(f"links is direct, which does not work: {problem}")
             way, why = "bridge", f"direct links do not work: {problem}"
-    links = make_links(programs, way)
-    shape = programs[0].shape
-    hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(programs[0].hidden, sizes)]
-    chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in shape.point_counts(sizes)]
-    for link in links:
-        if isinstance(link, BridgeLink):
-            link.prepare(chosen if link is links[-1] else hidden)
-    if cluster.host == 0 or any(isinstance(link, DirectLink | BridgeLink) for link in links):
+    made = [make_links(programs, way) for programs in replicas]
+    first = replicas[0][0]
+    hidden = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in map(first.hidden, sizes)]
+    chosen = [jax.ShapeDtypeStruct((2, count), "int32") for count in first.shape.point_counts(sizes)]
+    for links in made:
+        for link in links:
+            if isinstance(link, BridgeLink):
+                link.prepare(chosen if link is links[-1] else hidden)
+    if cluster.host == 0 or any(isinstance(link, DirectLink | BridgeLink) for links in made for link in links):
         tell(f"host {cluster.host}: links between hosts: {way} ({why})")
-    return links
+    return made
 
 
-def probe(stages: Sequence[StagePrograms], check: Callable[[str, str], str], seconds: float = _SECONDS) -> str:
+def probe(
+    replicas: Sequence[Sequence[StagePrograms]], check: Callable[[str, str], str], seconds: float = _SECONDS
+) -> str:
     """Sends a few numbers over every `DirectLink` between hosts, which call this together.
 
     Over sockets (CPUs), the senders of a link start before its receivers. A host's socket listens only from its first
@@ -79,27 +88,26 @@ def probe(stages: Sequence[StagePrograms], check: Callable[[str, str], str], sec
     """
     native = getattr(jax.local_devices()[0].client, "supports_cross_host_transfers", False)
     deadline = time.monotonic() + seconds
-    links = zip(make_links(stages, "direct"), stages, strict=True)
-    problem, received = "", list[tuple[int, Any]]()
-    for index, (link, source) in enumerate(links):
-        if not isinstance(link, DirectLink):
-            continue
-        at_once = native or bool(source.mesh.local_devices)
-        if at_once and not problem:
-            problem = _start(index, link, source, received, deadline)
-        if problems := check(f"sending over link {index}", problem):
-            return problems
-        if not at_once:
-            problem = _start(index, link, source, received, deadline)
+    problem, received = "", list[tuple[str, Any]]()
+    for replica, stages in enumerate(replicas):
+        links = make_links(stages, "direct")
+        for index in crossing(stages):
+            name = f"link {index}" + (f" of replica {replica}" if len(replicas) > 1 else "")
+            link, source = links[index], stages[index]
+            at_once = native or bool(source.mesh.local_devices)
+            if at_once and not problem:
+                problem = _start(name, link, source, received, deadline)
+            if problems := check(f"sending over {name}", problem):
+                return problems
+            if not at_once:
+                problem = _start(name, link, source, received, deadline)
     return check("receiving over links", problem or _arrive(received, deadline))
 
 
 _SENT = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
-def _start(
-    index: int, link: DirectLink, source: StagePrograms, received: list[tuple[int, Any]], deadline: float
-) -> str:
+def _start(name: str, link: Link, source: StagePrograms, received: list[tuple[str, Any]], deadline: float) -> str:
     """Start a copy, on a thread because the runtime may block. Returns the problem."""
     results: queue.SimpleQueue[jax.Array | Exception | None] = queue.SimpleQueue()
 
@@ -116,26 +124,26 @@ def _start(
     try:
         result = results.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
-        return f"link {index}: the runtime does not return from the copy"
+        return f"{name}: the runtime does not return from the copy"
     if isinstance(result, _REFUSALS):
-        return f"link {index}: {one_line(result)}"
+        return f"{name}: {one_line(result)}"
     if isinstance(result, Exception):
         raise result
     if result is not None:
-        received.append((index, result))
+        received.append((name, result))
     return ""
 
 
-def _arrive(received: Sequence[tuple[int, Any]], deadline: float) -> str:
+def _arrive(received: Sequence[tuple[str, Any]], deadline: float) -> str:
     """Wait for all arrays, without a call that may never return. Returns the problem."""
-    for index, array in received:
+    for name, array in received:
         while not array.is_ready():
             if time.monotonic() > deadline:
-                return f"link {index}: nothing arrived in time"
+                return f"{name}: nothing arrived in time"
             time.sleep(_POLL)
         try:
             if not np.array_equal(np.asarray(array), _SENT):
-                return f"link {index}: other numbers arrived than were sent"
+                return f"{name}: other numbers arrived than were sent"
         except _REFUSALS as problem:
-            return f"link {index}: {one_line(problem)}"
+            return f"{name}: {one_line(problem)}"
     return ""

@@ -22,9 +22,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost import distributed
 from jaxserve.multihost.channel import ControlChannel
-from jaxserve.multihost.config import ClusterConfig, check_settings, facts, stages_of
+from jaxserve.multihost.config import ClusterConfig, check_settings, facts, place, product, shared_by_links
 from jaxserve.multihost.failure import HostFailed, one_line
 from jaxserve.multihost.flight_recorder import FlightRecorder
+from jaxserve.multihost.follower import ReplicaFollower
 from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.master import MasterPipeline
 from jaxserve.multihost.probe import choose_links
@@ -36,6 +37,7 @@ from jaxserve.runner import cache_folder, kv_cache
 from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
+from jaxserve.runner.measure import run_once
 from jaxserve.runner.pipeline import Pipeline, Stage
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.sharded_parameters import parameters_of
@@ -47,7 +49,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.checksum import PIECE, Checksum
-from sharding import axes, mesh, specs
+from sharding import mesh, specs
 from sharding.fit import check_weights
 from sharding.spec import read as read_spec
 
@@ -63,15 +65,14 @@ class _Prepared(NamedTuple):
     """What every host has before the first plan: compiled stages, links, figures of the start.
 
     Attributes:
-      programs: of all stages.
-      stages: runners of the stages on this host, and a `RemoteStage` for each of the others.
+      stages: of each replica, runners of the stages on this host, and a `RemoteStage` for each of the others.
+      links: of each replica.
       figures: for the start-up report, as `startup.finish` takes them.
       config: the settings, with the buckets that are compiled.
     """
 
-    programs: list[StagePrograms]
-    stages: Sequence[Stage]
-    links: list[Link]
+    stages: Sequence[Sequence[Stage]]
+    links: Sequence[Sequence[Link]]
     n_blocks: int
     figures: dict[str, Any]
     config: EngineConfig
@@ -79,14 +80,14 @@ class _Prepared(NamedTuple):
 
 def lead(
     path: str | Path, config: EngineConfig, cluster: ClusterConfig, *, tell: Tell, progress: Progress = startup.silent
-) -> tuple[EngineParts, Tokenizer | None, FlightRecorder]:
+) -> tuple[EngineParts, Tokenizer | None, list[FlightRecorder]]:
     """Start host 0: does what `startup.from_checkpoint` does, over the devices of several hosts.
 
     Args:
       tell: called with one line for each step of each host.
 
     Returns:
-      The started model, its tokenizer, and the recorder of its iterations.
+      The started model, its tokenizer, and the recorder of each replica's iterations.
 
     Raises:
       ValueError: a setting is not possible, or a host did not join in time or was started with other settings,
@@ -102,17 +103,21 @@ def lead(
         tokenizer = Tokenizer.from_directory(path)
         prepared = _prepare(path, config, cluster, group, progress, tell)
         config = prepared.config
-        group.place(stages_of(config, cluster.hosts))
-        pipeline = MasterPipeline(prepared.stages, prepared.links, group, distributed.leave)
+        each = zip(prepared.stages, prepared.links, group.place(place(config, cluster.hosts)), strict=True)
+        pipelines = [MasterPipeline(stages, links, hosts, distributed.leave) for stages, links, hosts in each]
         group.agree("ready", 1)
         group.reached("measuring buckets")
         group.phase(_MEASURING_DEADLINE, serving=False)
-        started = startup.finish(config, [pipeline], [], prepared.n_blocks, progress, **prepared.figures)
-        recorder = _recorder(path, cluster, prepared)
-        group.on_failure = lambda problem: write_record(recorder, str(problem), tell)
+        started = startup.finish(config, pipelines, [], prepared.n_blocks, progress, **prepared.figures)
+        for pipeline in pipelines[1:]:  # its devices connect to each other now, not within the first request's deadline
+            run_once(pipeline, prepared.n_blocks)
+        recorders = [_recorder(path, cluster, prepared, index) for index in range(config.replicas)]
+        group.on_failure = lambda problem: write_records(recorders, str(problem), tell)
         slowest = max(cost.milliseconds for cost in started.report.buckets) / 1000
         deadline = cluster.deadline(slowest)
-        pipeline.serve(deadline, recorder)
+        group.phase(deadline, serving=True)
+        for pipeline, recorder in zip(pipelines, recorders, strict=True):
+            pipeline.serve(recorder)
         tell(f"all {cluster.hosts} hosts are ready; an iteration has {deadline:g} s")
     except HostFailed:
         raise  # the watchdog ends all hosts
@@ -122,7 +127,7 @@ def lead(
             group.cannot_start(problem)
         group.stop(f"host 0: {str(problem) or type(problem).__name__}")  # an interrupt has no message
         raise
-    return started, tokenizer, recorder
+    return started, tokenizer, recorders
 
 
 def follow(
@@ -149,7 +154,9 @@ def follow(
     membership.join()
     try:
         prepared = _prepare(path, config, cluster, membership, progress, tell)
-        pipeline = Pipeline(prepared.stages, prepared.links)
+        membership.followers, recorders = _followers(path, cluster, prepared, membership)
+        if recorders:
+            membership.on_failure = lambda reason: write_records(recorders, reason, tell)
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:
@@ -157,18 +164,39 @@ def follow(
             _log.exception("this host cannot start")
         membership.fail(f"{type(problem).__name__}: {one_line(problem)}")
         raise
-    places, last = stages_of(config, cluster.hosts), config.stages - 1
-    here = places[cluster.host]
-    answers = cluster.host == min(host for host, each in places.items() if last in each)
-    recorder = grammars = None
-    if last in here:
-        recorder, grammars = _recorder(path, cluster, prepared), _grammars(path, pipeline)
-        membership.on_failure = lambda reason: write_record(recorder, reason, tell)
     with contextlib.closing(profiler) if profiler is not None else contextlib.nullcontext():
-        membership.follow(
-            pipeline, prepared.n_blocks, stages=here, answers=answers, recorder=recorder, grammars=grammars
-        )
+        membership.follow()
     distributed.leave()
+
+
+def _followers(
+    path: str | Path, cluster: ClusterConfig, prepared: _Prepared, membership: MasterConnection
+) -> tuple[dict[int, ReplicaFollower], list[FlightRecorder]]:
+    """A follower of each replica with devices here, and their recorders."""
+    followers, recorders, config, compiler = {}, [], prepared.config, None
+    for index, placed in enumerate(place(config, cluster.hosts)):
+        here = placed.get(cluster.host)
+        if here is None:
+            continue
+        pipeline = Pipeline(prepared.stages[index], prepared.links[index])
+        recorder = grammars = None
+        sampling = [host for host, stages in placed.items() if config.stages - 1 in stages]
+        if cluster.host in sampling:
+            recorder = _recorder(path, cluster, prepared, index)
+            recorders.append(recorder)
+            compiler = compiler or _grammar_compiler(path, pipeline)
+            grammars = None if compiler is None else WorkerGrammars(compiler, pipeline.mask_shape)
+        followers[index] = ReplicaFollower(
+            (index, config.replicas),
+            pipeline,
+            prepared.n_blocks,
+            membership,
+            stages=here,
+            answers=cluster.host == min(sampling),
+            recorder=recorder,
+            grammars=grammars,
+        )
+    return followers, recorders
 
 
 def _prepare(
@@ -188,38 +216,45 @@ def _prepare(
     party.reached("connecting devices")
     distributed.join(cluster)
     dtype = startup.compute_dtype(config)
-    (meshes,) = mesh.make_meshes(config.stage_axes, config.stages, devices=_devices(config, cluster))
-    platform = jax.local_devices()[0].platform
-    programs, reason = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
-    here = [stage for stage in programs if stage.mesh.local_devices]
+    platform, replicas, reason = jax.local_devices()[0].platform, [], ""
+    for meshes in mesh.make_meshes(config.stage_axes, config.stages, config.replicas, _devices(config, cluster)):
+        programs, reason = lay_out(config, model, meshes, spec, dtype=dtype, platform=platform)
+        replicas.append(programs)
+    here = [stage for programs in replicas for stage in programs if stage.mesh.local_devices]
     party.reached("reading weights")
     checksum = Checksum(StoredTensors(Path(path)).files)
     for stage in here:
         device = stage.mesh.local_devices[0]
-        free = kv_cache.free_weight_bytes(device, config.stage_devices * config.stages)
+        free = kv_cache.free_weight_bytes(device, config.num_devices)
         check_weights(parameters_of(stage).values(), free, f"{device.device_kind} device")
     startup.program_cache(config)  # jax's own cache, for programs that span several hosts
     folder = cache_folder.of(config.compilation_cache)
     cache = None if folder is None else ProgramCache(folder)
-    config, buckets_reason = startup.settled_buckets(config, programs)
+    config, buckets_reason = startup.settled_buckets(config, replicas[0])
     sizes, read = bucket_sizes(config), 0
-    programs = for_buckets(programs, sizes)
-    stages: list[StageRunner | RemoteStage] = []
+    replicas = [for_buckets(programs, sizes) for programs in replicas]
+    whole: dict[int, Any] = {}  # weights of stages that are wholly on this host; other replicas copy them
 
     def count(nbytes: int) -> None:
         nonlocal read
         read += nbytes
 
-    for stage in programs:
+    def stage_of(index: int, stage: StagePrograms) -> StageRunner | RemoteStage:
         if not stage.mesh.local_devices:
-            stages.append(RemoteStage(stage, sizes))
-            continue
-        params = weights.load(
-            path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
-        )
-        whole = len(stage.mesh.local_devices) == stage.mesh.size  # the stage's programs run on this host alone
-        stages.append(StageRunner(stage, params, sizes, cache if whole else None))
+            return RemoteStage(stage, sizes)
+        alone = len(stage.mesh.local_devices) == stage.mesh.size  # the stage's programs run on this host alone
+        if (params := whole.get(index) if alone else None) is None:
+            params = weights.load(
+                path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
+            )
+        if alone:
+            whole[index] = params
+        return StageRunner(stage, params, sizes, cache if alone else None)
+
+    parts = [[stage_of(*each) for each in enumerate(programs)] for programs in replicas]
+    whole.clear()
     loaded = time.perf_counter()
+    stages = [stage for part in parts for stage in part]
     runners = [stage for stage in stages if isinstance(stage, StageRunner)]
     total = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     party.reached(f"{read / 2**20:.2f} of {total / 2**20:.2f} MiB of weights read")
@@ -230,7 +265,7 @@ def _prepare(
     compared = _compare(checksum, _COMPARING_SHARE * (time.perf_counter() - started), cluster, party)
     if cluster.host == 0:
         tell(f"host 0: {compared / 2**20:.2f} of {checksum.total / 2**20:.2f} MiB of weights are the same on all hosts")
-    links = choose_links(programs, sizes, cluster, party, tell)
+    links = choose_links(replicas, sizes, cluster, party, tell, shared_by_links(config, cluster.hosts))
     figures = {
         "attention_reason": reason,
         "buckets_reason": buckets_reason,
@@ -238,7 +273,7 @@ def _prepare(
         "load_seconds": loaded - started,
         "compile_seconds": time.perf_counter() - loaded,
     }
-    return _Prepared(programs, stages, links, n_blocks, figures, config)
+    return _Prepared(parts, links, n_blocks, figures, config)
 
 
 def _compare(checksum: Checksum, seconds: float, cluster: ClusterConfig, party: ControlChannel) -> int:
@@ -265,15 +300,16 @@ def _compare(checksum: Checksum, seconds: float, cluster: ClusterConfig, party: 
 def _devices(config: EngineConfig, cluster: ClusterConfig) -> list[Any]:
     """The same number of devices of every host, in the order of the hosts.
 
-    Each stage takes the devices that follow those of the stage before.
+    Each stage takes the devices that follow those of the stage before, and each replica those that follow those of the
+    replica before.
     """
-    each, found = config.stage_devices * config.stages // cluster.hosts, []
+    each, found = config.num_devices // cluster.hosts, []
     for host in range(cluster.hosts):
         theirs = [device for device in jax.devices() if device.process_index == host]
         if len(theirs) < each:
             raise ValueError(
-                f"host {host} has {len(theirs)} devices; {axes.product(config.stage_axes)} times stages "
-                f"{config.stages} over {cluster.hosts} hosts takes {each} of each"
+                f"host {host} has {len(theirs)} devices; {product(config)} over {cluster.hosts} hosts takes {each} of "
+                "each"
             )
         found += theirs[:each]
     return found
@@ -285,22 +321,23 @@ def _own(stage: StagePrograms) -> weights.Place:
     return lambda name, shape, axes: place(name, shape, axes) if name in names else None
 
 
-def _grammars(path: str | Path, pipeline: Pipeline) -> WorkerGrammars | None:
-    """The grammar states of this host; None without a tokenizer."""
+def _grammar_compiler(path: str | Path, pipeline: Pipeline) -> GrammarCompiler | None:
+    """Compiles grammars on this host; None without a tokenizer."""
     tokenizer, model = Tokenizer.from_directory(path), pipeline.model.config
     if tokenizer is None:
         return None
     compiler = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
     compiler.load_vocabulary_in_background()
-    return WorkerGrammars(compiler, pipeline.mask_shape)
+    return compiler
 
 
-def write_record(recorder: FlightRecorder, reason: str, tell: Tell) -> None:
-    """Write the recorder's contents to a file and tell its path."""
-    try:
-        tell(f"the last iterations are in {recorder.write(reason)}; `jaxserve replay` runs them again")
-    except OSError as problem:
-        tell(f"the flight record cannot be written: {problem}")
+def write_records(recorders: Sequence[FlightRecorder], reason: str, tell: Tell) -> None:
+    """Write each recorder's contents to a file and tell its path."""
+    for recorder in recorders:
+        try:
+            tell(f"the last iterations are in {recorder.write(reason)}; `jaxserve replay` runs them again")
+        except OSError as problem:
+            tell(f"the flight record cannot be written: {problem}")
 
 
 def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> list[tuple[str, str]]:
@@ -310,9 +347,9 @@ def _facts(path: str | Path, config: EngineConfig, cluster: ClusterConfig) -> li
     return facts(config, cluster, bucket_sizes(config), weights.fingerprint(path), same)
 
 
-def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared) -> FlightRecorder:
-    """A recorder that describes this engine to a replay on one machine."""
-    shape = prepared.programs[0].shape
+def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared, index: int) -> FlightRecorder:
+    """A recorder of a replica that describes the engine to a replay on one machine."""
+    shape, several = prepared.stages[index][0].programs.shape, prepared.config.replicas > 1
     settled = dataclasses.replace(
         prepared.config,
         dtype=str(shape.attention.dtype),
@@ -324,6 +361,7 @@ def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared) -> 
         mesh=None,
         tensor=1,
         stages=1,
+        replicas=1,
         in_flight=None,
         layers_per_stage=None,
         sharding=None,
@@ -334,6 +372,7 @@ def _recorder(path: str | Path, cluster: ClusterConfig, prepared: _Prepared) -> 
         settings=json.dumps(dataclasses.asdict(settled)),
         n_blocks=prepared.n_blocks,
         n_rows=shape.n_rows,
+        replica=index if several else None,
     )
     return FlightRecorder(
         about,

@@ -1,4 +1,4 @@
-"""A worker host: launches the master's plans in order, and ends when the group does."""
+"""A worker host: hands the master's plans to its replicas, and ends when the group does."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from jax.errors import JaxRuntimeError
 
-from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.multihost import channel, handshake, wire
+from jaxserve.multihost import channel, handshake
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
-from jaxserve.multihost.failure import ExitCode, one_line
+from jaxserve.multihost.failure import ExitCode, Symptom, SymptomKind
 from jaxserve.multihost.failure_detector import LEAST_SILENCE, STARTING_SILENCE
-from jaxserve.multihost.flight_recorder import FlightRecorder
-from jaxserve.multihost.in_flight import CompletionWaiter, IterationTracker
+from jaxserve.multihost.follower import ReplicaFollower
 from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
-from jaxserve.multihost.remote_grammars import WorkerGrammars
 from jaxserve.profiler import Profiler
-from jaxserve.runner import batch
-from jaxserve.runner.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +37,7 @@ class MasterConnection(channel.ControlChannel):
 
     Attributes:
       on_failure: called with the reason before the process ends, unless host 0 has sent it.
+      followers: of the replicas with devices here, by number. Set it before host 0 may send the first plan.
     """
 
     def __init__(
@@ -60,16 +55,13 @@ class MasterConnection(channel.ControlChannel):
         self._profiling = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profiler")
         self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
-        self._plans: queue.SimpleQueue[pb.Plan | pb.Phase | pb.Hold | pb.Release | None] = queue.SimpleQueue()
-        self._grammars: WorkerGrammars | None = None
+        self.followers: Mapping[int, ReplicaFollower] = {}
         self._changed = threading.Condition()
         self._agreed: dict[str, pb.Agreed] = {}
         self._heard = time.monotonic()
         self._deadline = 0.0
         self._step = "joining"
-        self._newest: int | None = None  # the newest plan received
         self._serving = self._stopping = self._failing = False
-        self.progress = IterationTracker()
         self._watchdog = ProcessWatchdog(self._look, self._beat)
 
     def join(self) -> None:
@@ -107,84 +99,26 @@ class MasterConnection(channel.ControlChannel):
             self._changed.wait_for(lambda: mine.about in self._agreed)
             return self._agreed[mine.about]
 
-    def follow(
-        self,
-        pipeline: Pipeline,
-        n_blocks: int,
-        *,
-        stages: Sequence[int],
-        answers: bool,
-        recorder: FlightRecorder | None = None,
-        grammars: WorkerGrammars | None = None,
-    ) -> None:
-        """Launch plans in order until the master stops. An iteration that fails ends the process.
+    def follow(self) -> None:
+        """Launch the plans of all `followers` until the master stops.
 
-        Args:
-          n_blocks: blocks of the pool.
-          stages: the stages on this host.
-          answers: whether the master takes the results from this host.
-          recorder: the flight recorder, on a host of the last stage.
-          grammars: the grammar states, on a host of the last stage.
-        """
-        self._grammars, self.progress.first = grammars, min(stages)
-
-        def done(plan: IterationPlan, result: IterationResult | None) -> None:
-            if answers:
-                assert result is not None
-                message = pb.FromWorker()
-                message.completed.sequence = plan.sequence
-                wire.write_result(message.completed.result, result, plan)
-                self._out.put(message)
-            if grammars is not None:
-                assert result is not None
-                grammars.landed(plan, result)
-            if recorder is not None:  # after the result is sent, because host 0 waits for it
-                assert result is not None
-                recorder.landed(result)
-
-        def failed(sequence: int, stage: int, problem: Exception) -> None:
-            self.fail(f"its device failed: {one_line(problem)}", sequence=sequence, stage=stage)
-
-        waiter, expected, sequence = CompletionWaiter(self.progress, done=done, failed=failed), 0, 0
-        # Host 0 allows half as many. The others may be done already, and only not removed yet.
-        most = 2 * (len(pipeline.stages) + 1)
-        try:
-            while (message := self._plans.get()) is not None:
-                if isinstance(message, pb.Phase):
-                    expected, self._newest = 0, None
-                    if recorder is not None:
-                        recorder.forget()
-                    continue
-                if isinstance(message, pb.Hold):
-                    if grammars is not None:
-                        grammars.hold(message)
-                    continue
-                if isinstance(message, pb.Release):
-                    if grammars is not None:
-                        grammars.release(message)
-                    continue
-                sequence = message.sequence
-                assert sequence == expected, f"plan {sequence} came instead of plan {expected}"
-                expected, self._newest = expected + 1, sequence
-                assert len(self.progress) < most, f"plan {sequence} came with {len(self.progress)} under way"
-                self.progress.begin(sequence)
-                if recorder is not None:
-                    recorder.launched(message)
-                plan = wire.decode_plan(message)
-                packed = batch.pack(plan, pipeline.shape.layout(plan.bucket), n_blocks)
-                allowed = (lambda: None) if grammars is None else grammars.launched(plan)
-                waiter.put(pipeline.enqueue(plan, packed, message.feeds, allowed))
-        except Exception as problem:
-            _log.exception("iteration %d cannot be launched", sequence)
-            if isinstance(problem, JaxRuntimeError):  # an earlier program failed; this launch takes its result
-                failed(sequence, self.progress.first, problem)
-            else:
-                self.fail(f"{type(problem).__name__}: {one_line(problem)}", sequence=sequence)
-        waiter.close()
+        An iteration that fails ends the process."""
+        threads = [
+            threading.Thread(target=follower.run, name=f"jaxserve-replica-{replica}", daemon=True)
+            for replica, follower in self.followers.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         self._watchdog.stop()
         self._out.put(None)
 
-    def fail(self, cause: str, *, sequence: int = 0, stage: int | None = None) -> None:
+    def send(self, message: pb.FromWorker) -> None:
+        """Send a message to host 0. Any thread may call this."""
+        self._out.put(message)
+
+    def fail(self, cause: str, *, replica: int = 0, sequence: int = 0, stage: int | None = None) -> None:
         """Report a failure on this host to host 0 and end the process.
 
         Args:
@@ -193,10 +127,10 @@ class MasterConnection(channel.ControlChannel):
         self._failing = True
         cause = cause.splitlines()[0][:1000]
         failed = pb.Failed(sequence=sequence, stage=stage, launching=stage is None, cause=cause)
-        self._out.put(pb.FromWorker(failed=failed))
+        self._out.put(pb.FromWorker(failed=failed, replica=replica))
         where = self._step
         if self._serving:
-            where = f"iteration {sequence}" if stage is None else f"iteration {sequence}, stage {stage}"
+            where = self.followers[replica].where(sequence, stage)
         time.sleep(_VERDICT)  # what was seen here may come from another host's failure
         self._finish(ExitCode.BROKEN, f"host {self._cluster.host} ({where}): {cause}")
 
@@ -217,18 +151,19 @@ class MasterConnection(channel.ControlChannel):
                 self._heard = time.monotonic()
                 match message.WhichOneof("message"):
                     case "plan":
-                        self._plans.put(message.plan)
+                        self.followers[message.replica].put(message.plan)
                     case "phase":
                         self._deadline, self._serving = message.phase.deadline_seconds, True
                         self._alive(self._silence())  # replaces the limit of the last call
-                        self._plans.put(message.phase)
+                        self._to_all(message.phase)
                     case "hold":
-                        self._plans.put(message.hold)
+                        self.followers[message.replica].put(message.hold)
                     case "release":
-                        self._plans.put(message.release)
+                        self.followers[message.replica].put(message.release)
                     case "prepare":
-                        if self._grammars is not None:
-                            self._grammars.prepare(message.prepare, self._out.put)
+                        held = [each.grammars for each in self.followers.values() if each.grammars is not None]
+                        if held:  # all have the same compiler
+                            held[0].prepare(message.prepare, self._out.put)
                     case "profile":
                         self._profiling.submit(self._profile, message.profile)
                     case "agreed":
@@ -253,12 +188,8 @@ class MasterConnection(channel.ControlChannel):
             _log.exception("the profile cannot be %s", "started" if running else "written")
 
     def _lost(self, why: str) -> None:
-        waiting, where = self.progress.waiting(), ""
-        if waiting is not None:
-            where = f", iteration {waiting.sequence}, stage {waiting.stage} here"
-        elif self._newest is not None:
-            where = f", after iteration {self._newest}"
-        self._finish(ExitCode.LOST, f"host 0 is lost{where}: {why}")
+        where = "; ".join(at for each in self.followers.values() if (at := each.now()))
+        self._finish(ExitCode.LOST, f"host 0 is lost{', ' * bool(where)}{where}: {why}")
 
     def _stop(self, cause: str) -> None:
         if self._failing and cause.startswith(f"host {self._cluster.host},"):
@@ -271,7 +202,11 @@ class MasterConnection(channel.ControlChannel):
             self._stopping = True
         if not self._serving:
             self._end(0)
-        self._plans.put(None)
+        self._to_all(None)
+
+    def _to_all(self, message: pb.Phase | None) -> None:
+        for follower in self.followers.values():
+            follower.put(message)
 
     def _look(self) -> bool:
         """Check that host 0 still sends messages and that no iteration is late."""
@@ -281,12 +216,20 @@ class MasterConnection(channel.ControlChannel):
         if silent > self._silence():
             self._lost(f"it sent nothing for {silent:.1f} s")
             return False
-        waiting = self.progress.waiting()
-        if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
-            # One second later than host 0, which knows better which host the others wait for.
-            why = f"host {self._cluster.host}, stage {waiting.stage}, iteration {waiting.sequence}: not done in time"
-            self._finish(ExitCode.OVERDUE, why)
-            return False
+        for follower in self.followers.values():
+            waiting = follower.progress.waiting()
+            if self._deadline and waiting is not None and waiting.seconds > self._deadline + 1.0:
+                # One second later than host 0, which knows better which host the others wait for.
+                late = Symptom(
+                    kind=SymptomKind.LATE,
+                    hosts=(self._cluster.host,),
+                    replicas=follower.replicas,
+                    stages=(waiting.stage,),
+                    sequence=waiting.sequence,
+                    cause="not done in time",
+                )
+                self._finish(ExitCode.OVERDUE, str(late))
+                return False
         return True
 
     def _silence(self) -> float:
@@ -295,8 +238,8 @@ class MasterConnection(channel.ControlChannel):
 
     def _beat(self) -> None:
         self._alive(self._silence())
-        waiting = self.progress.waiting()
         beat = pb.Heartbeat()
-        if waiting is not None:
-            beat = pb.Heartbeat(busy=True, sequence=waiting.sequence, stage=waiting.stage)
+        for replica, follower in self.followers.items():
+            if (waiting := follower.progress.waiting()) is not None:
+                beat.oldest.append(pb.Unfinished(replica=replica, sequence=waiting.sequence, stage=waiting.stage))
         self._out.put(pb.FromWorker(heartbeat=beat))

@@ -70,6 +70,13 @@ def measure_buckets(pipeline: Pipeline, n_blocks: int, progress: Progress) -> Me
     return Measured(costs, max(slope, 0.0))
 
 
+def run_once(pipeline: Pipeline, n_blocks: int) -> None:
+    """Run one iteration, of the smallest bucket."""
+    tables = _Tables(pipeline.shape, n_blocks, 2)
+    chunks = [Chunk(0, 1, 1, True)]
+    _spans(pipeline, tables, pipeline.stages[0].buckets[0], chunks, admissions=tables.admissions())
+
+
 def _full(bucket: int, rows: int, context: int, longest: int) -> list[Chunk]:
     """The chunks that fill a bucket: one prompt, and decodes in all other rows."""
     prompt = min(bucket - rows + 1, longest + 1)

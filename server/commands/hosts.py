@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_hosts,
         metavar="N|auto",
         default=1,
-        help="processes that serve one model together, with equal shares of its T x S devices; auto: as Slurm, "
+        help="processes that serve one model together, with equal shares of its T x S x R devices; auto: as Slurm, "
         "mpirun, LeaderWorkerSet or a TPU slice tells each (default: %(default)s)",
     )
     group.add_argument(
@@ -89,9 +89,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             count, host, coordinator = place.hosts, place.host, coordinator or place.coordinator
             if coordinator is None:
                 raise ValueError(f"--hosts auto: {place.cluster} does not tell where host 0 is; give --coordinator")
-            engine = flags.engine_config(args)
-            devices = engine.stage_devices * engine.stages
-            local_devices = place.local_devices(devices // count, os.environ)
+            local_devices = place.local_devices(flags.engine_config(args).num_devices // count, os.environ)
             say(f"host {host} of {count}, with host 0 at {coordinator}, from the variables of {place.cluster}")
         elif host is None or coordinator is None:
             raise ValueError(f"--hosts {count} needs --host-id and --coordinator")
@@ -115,8 +113,8 @@ def lead(path: Path, config: EngineConfig, cluster: ClusterConfig, progress: Pro
     from jaxserve.multihost import startup as start
 
     recommended = defaults.read(path, config)
-    started, tokenizer, recorder = start.lead(path, config, cluster, tell=say, progress=progress)
-    signal.signal(signal.SIGUSR2, lambda *_: start.write_record(recorder, "asked for", say))
+    started, tokenizer, recorders = start.lead(path, config, cluster, tell=say, progress=progress)
+    signal.signal(signal.SIGUSR2, lambda *_: start.write_records(recorders, "asked for", say))
     return Engine(config, started, tokenizer, recommended)
 
 

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         with progress_bars() as report:
             found = replay(recording, path, cache=cache, progress=report)
     out = console()
-    out.print(f"{args.file}: {recording.reason}", markup=False)
+    replica = f"replica {recording.replica}, " if recording.HasField("replica") else ""
+    out.print(f"{args.file}: {replica}{recording.reason}", markup=False)
     for difference in found.differences:
         out.print(str(difference), markup=False)
     say(

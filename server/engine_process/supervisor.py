@@ -8,9 +8,9 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxserve.multihost.config import stages_of
+from jaxserve.multihost.config import place
 from jaxserve.multihost.failure import Symptom, SymptomKind
 from server.commands.console import UserError
 from server.engine_process import exit_codes, messages
@@ -237,14 +237,15 @@ class Supervisor:
             return cause
         if process.intruded:
             cause += f", because another process joined jax's job at {cluster.coordinator} as one of the hosts"
-        symptom = Symptom(  # the same text as if the host had reported it
-            kind=SymptomKind.DISCONNECTED,
-            hosts=(cluster.host,),
-            stages=stages_of(self._job.config, cluster.hosts)[cluster.host],
-            sequence=load.iterations if load.running else None,
-            cause=cause,
-        )
-        return str(symptom)
+        symptom = Symptom(kind=SymptomKind.DISCONNECTED, hosts=(cluster.host,), cause=cause)
+        replicas = place(self._job.config, cluster.hosts)
+        if len(replicas) > 1:  # whose iterations have numbers of their own
+            its = tuple(index for index, stages in enumerate(replicas) if cluster.host in stages)
+            symptom = replace(symptom, replicas=its)
+        else:
+            sequence = load.iterations if load.running else None
+            symptom = replace(symptom, stages=replicas[0][cluster.host], sequence=sequence)
+        return str(symptom)  # the same text as if the host had reported it
 
 
 def _log_end(process: EngineProcess, code: int, cause: str) -> None:

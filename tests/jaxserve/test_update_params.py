@@ -38,8 +38,9 @@ def test_update_params_changes_answers_and_forgets_prefixes(params) -> None:
 def test_shared_over_hosts_is_not_replaced(params) -> None:
     engine = make_engine(params)
     (replica,) = engine._loops
-    group: Any = SimpleNamespace(progress=IterationTracker(), failure=None, done=None, report_error=None)
-    replica.pipeline = MasterPipeline(replica.pipeline.stages, [], group, lambda: None)
+    iterations = SimpleNamespace(local=IterationTracker())
+    hosts: Any = SimpleNamespace(iterations=iterations, done=None, report_error=None)
+    replica.pipeline = MasterPipeline(replica.pipeline.stages, [], hosts, lambda: None)
     engine.submit(Request(request_id="a", prompt=(5,), sampling=SamplingParams(max_tokens=2)), Answers())
     with pytest.raises(ValueError, match="several hosts share the model, so its weights cannot be replaced"):
         engine.update_params(params)

@@ -23,6 +23,7 @@ from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import HostFailed
 from jaxserve.multihost.flight_recorder import FlightRecorder
+from jaxserve.multihost.follower import ReplicaFollower
 from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.links import NoLink
 from jaxserve.multihost.master import MasterPipeline
@@ -139,8 +140,8 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
     compile_or_throw(told, group)
     stages: Any = stages_of(told)
     links = [NoLink()] * len(stages)
-    group.place(places(told))
-    pipeline = MasterPipeline(stages, links, group, lambda: None)
+    (hosts,) = group.place([places(told)])
+    pipeline = MasterPipeline(stages, links, hosts, lambda: None)
     group.agree("ready", 1)
     recorder = FlightRecorder(pb.Recording(settings="{}"), BLOCK, seconds=60.0, folder=cluster.record_folder)
     group.on_failure = lambda problem: tell({"record": str(recorder.write(str(problem)))})
@@ -148,7 +149,8 @@ def lead(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> No
     pool = SlotPool(BLOCKS, BLOCK, policy="grow", prefix_cache=True)
     scheduler = Scheduler(pool, BucketLadder(costs), max_rows=ROWS, max_context=CONTEXT, n_stages=len(stages))
     replica = EngineLoop(0, pipeline, scheduler, costs)
-    pipeline.serve(told["deadline"], recorder)
+    group.phase(told["deadline"], serving=True)
+    pipeline.serve(recorder)
     tokens = 0
 
     def sink(events: Any) -> None:
@@ -180,19 +182,30 @@ def follow(told: dict, cluster: ClusterConfig, facts: list[tuple[str, str]]) -> 
     membership.join()
     try:
         compile_or_throw(told, membership)
-        stages: Any = stages_of(told)
-        pipeline = Pipeline(stages, [NoLink()] * len(stages))
+        membership.followers = {0: follower_of(told, cluster, membership)}
         membership.reached("ready")
         membership.agree("ready", 1)
     except Exception as problem:
         membership.fail(f"{type(problem).__name__}: {problem}")
         raise
+    membership.follow()
+
+
+def follower_of(told: dict, cluster: ClusterConfig, membership: MasterConnection) -> ReplicaFollower:
+    stages: Any = stages_of(told)
     last = told["stages"] - 1
     answers = told["host"] == min(host for host, each in places(told).items() if last in each)
     recorder = FlightRecorder(pb.Recording(settings="{}"), BLOCK, seconds=60.0, folder=cluster.record_folder)
     membership.on_failure = lambda reason: tell({"record": str(recorder.write(reason))})
-    here = places(told)[told["host"]]
-    membership.follow(pipeline, BLOCKS, stages=here, answers=answers, recorder=recorder if answers else None)
+    return ReplicaFollower(
+        (0, 1),
+        Pipeline(stages, [NoLink()] * len(stages)),
+        BLOCKS,
+        membership,
+        stages=places(told)[told["host"]],
+        answers=answers,
+        recorder=recorder if answers else None,
+    )
 
 
 def main(told: dict) -> int:

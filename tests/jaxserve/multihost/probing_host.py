@@ -58,7 +58,7 @@ def main(told: dict) -> None:
             jax.config.update("jax_cross_host_transfer_timeout_seconds", told["address_timeout"])
         (meshes,) = mesh.make_meshes({"tensor": told["tensor"]}, told["stages"], devices=jax.devices())
         stages: Any = [SimpleNamespace(mesh=each, everywhere=NamedSharding(each, PartitionSpec())) for each in meshes]
-        found = probe(stages, party.check, told.get("seconds", 60.0))
+        found = probe([stages], party.check, told.get("seconds", 60.0))
         if found:
             distributed.keep_client()
         print(json.dumps({"found": found}), flush=True)

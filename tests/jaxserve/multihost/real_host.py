@@ -30,7 +30,7 @@ def requests(count: int = REQUESTS, held: int = CONSTRAINED) -> list[tuple[int, 
 
 
 def config_of(told: dict) -> EngineConfig:
-    names = ("tensor", "stages", "speculate", "compilation_cache")
+    names = ("tensor", "stages", "replicas", "speculate", "compilation_cache")
     given = {name: told[name] for name in names if name in told}
     given["order"] = "fcfs"  # long prompts early take blocks from others
     if given.get("stages", 1) == 1:
@@ -101,7 +101,7 @@ def main(told: dict) -> int:
     if cluster.host:
         start.follow(told["model"], config_of(told), cluster, tell=say)
         return 0
-    started, tokenizer, recorder = start.lead(told["model"], config_of(told), cluster, tell=say)
+    started, tokenizer, recorders = start.lead(told["model"], config_of(told), cluster, tell=say)
     engine = Engine(config_of(told), started, tokenizer)
     answers = run(engine, requests())
     load = engine.load()
@@ -111,7 +111,8 @@ def main(told: dict) -> int:
         "cached": load.cached_tokens,
         "compiled": load.compiled_after_ready,
         "used": load.slots_used,
-        "record": str(recorder.write("asked for")),
+        "records": [str(recorder.write("asked for")) for recorder in recorders],
+        "iterations": [each.iterations for each in engine.loads()],
         "weight_bytes": engine.report.weight_bytes,
     }
     engine.stop()

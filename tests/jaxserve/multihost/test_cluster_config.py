@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts, stages_of
+from jaxserve.multihost.config import ClusterConfig, TlsFiles, check_settings, facts, shared_by_links
+from jaxserve.multihost.config import place as hosts_of_replicas
 from tests.jaxserve.multihost.groups import SECRET, place
 
 
@@ -34,8 +35,15 @@ def test_places_that_cannot_be(settings, message) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig(tensor=3), "tensor 3 times stages 1 is 3 devices, which 2 hosts cannot share evenly"),
-        (EngineConfig(tensor=2, replicas=2), "replicas is 2; with hosts it must be 1"),
+        (
+            EngineConfig(tensor=3),
+            "tensor 3 times stages 1 is 3 devices, which 2 hosts cannot share evenly; it must be a multiple of 2",
+        ),
+        (
+            EngineConfig(stages=3, replicas=3),
+            "tensor 1 times stages 3 times replicas 3 is 9 devices, which 2 hosts cannot share evenly; it must be a",
+        ),
+        (EngineConfig(tensor=3, replicas=2), None),
         (EngineConfig(tensor=2, speculate="ngram"), None),
         (EngineConfig(speculate="a folder"), "speculate is a folder; several hosts support no draft model, only ngram"),
     ],
@@ -89,4 +97,46 @@ def test_what_hosts_compare(tmp_path) -> None:
 )
 def test_the_stages_of_a_host(hosts: int, tensor: int, stages: int, mine: list[tuple[int, ...]]) -> None:
     config = EngineConfig(tensor=tensor, stages=stages)
-    assert stages_of(config, hosts) == dict(enumerate(mine))
+    assert hosts_of_replicas(config, hosts) == [dict(enumerate(mine))]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tensor", "stages", "replicas", "placed"),
+    [
+        (2, 2, 1, 2, [{0: (0,)}, {1: (0,)}]),
+        (2, 1, 1, 4, [{0: (0,)}, {0: (0,)}, {1: (0,)}, {1: (0,)}]),
+        (4, 1, 2, 2, [{0: (0,), 1: (1,)}, {2: (0,), 3: (1,)}]),
+        (2, 1, 2, 3, [{0: (0, 1)}, {0: (0,), 1: (1,)}, {1: (0, 1)}]),
+        (2, 3, 2, 1, [{0: (0,), 1: (1,)}]),
+        (3, 3, 1, 2, [{0: (0,), 1: (0,)}, {1: (0,), 2: (0,)}]),
+    ],
+)
+def test_replicas_take_the_devices_of_the_hosts_in_order(
+    hosts: int, tensor: int, stages: int, replicas: int, placed: list[dict[int, tuple[int, ...]]]
+) -> None:
+    config = EngineConfig(tensor=tensor, stages=stages, replicas=replicas)
+    assert hosts_of_replicas(config, hosts) == placed
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tensor", "stages", "replicas", "told"),
+    [
+        (2, 1, 2, 3, ""),  # one of them has links between hosts
+        (4, 1, 2, 2, ""),  # two have, on hosts of their own
+        (3, 3, 1, 2, ""),  # no stages, no links
+        (3, 1, 3, 2, "replicas 0 and 1 both link stages of host 1 to other hosts"),
+        (4, 1, 4, 9, "replicas 2 and 4 both link stages of host 1 to other hosts"),  # and replica 3 is on it alone
+        (2, 1, 3, 4, ""),
+    ],
+)
+def test_replicas_that_share_a_host_of_their_links(
+    hosts: int, tensor: int, stages: int, replicas: int, told: str
+) -> None:
+    """Direct links would mix up the copies of both: they are refused, and `auto` takes the bridge."""
+    config = EngineConfig(tensor=tensor, stages=stages, replicas=replicas)
+    assert shared_by_links(config, hosts).startswith(told)
+    assert bool(told) == bool(shared_by_links(config, hosts))
+    check_settings(config, place(0, "127.0.0.1:9000", hosts=hosts))
+    if told:
+        with pytest.raises(ValueError, match=f"^links is direct, but {told}.*; it must be auto or bridge$"):
+            check_settings(config, place(0, "127.0.0.1:9000", hosts=hosts, links="direct"))

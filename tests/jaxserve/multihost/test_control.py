@@ -58,7 +58,7 @@ def test_invalid_message_fails_the_group() -> None:
     ends, told = Ends(), queue.SimpleQueue()
     group, membership = joined(ends)
     group.on_failure = told.put
-    group.place({0: (0,), 1: (1,)})
+    group.place([{0: (0,), 1: (1,)}])
     membership._out.put(pb.FromWorker(completed=pb.Completed(sequence=3)))  # of an iteration that was never sent
     assert "it sent an invalid message" in str(told.get(timeout=WAIT_SECONDS))
 

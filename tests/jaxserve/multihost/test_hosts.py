@@ -1,6 +1,7 @@
 """Real groups: processes that each have a device of their own, one jax job, and the answers of a single process."""
 
 import json
+import os
 import shutil
 from functools import cache
 from pathlib import Path
@@ -63,7 +64,9 @@ def serve(model, tmp_path_factory):
     def start(hosts: int, tensor: int, stages: int, links: str, told: str = "{}") -> Outcome:
         folder = tmp_path_factory.mktemp("hosts")
         each = {"model": str(model), "tensor": tensor, "stages": stages, "links": links} | json.loads(told)
-        with group(REAL, [each] * hosts, folder, JAX_PLATFORMS="cpu") as running:
+        devices = tensor * stages * each.get("replicas", 1) // hosts
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        with group(REAL, [each] * hosts, folder, JAX_PLATFORMS="cpu", XLA_FLAGS=flags) as running:
             outcome = running[0].until(lambda line: "answers" in line)
             outcome["steps"] = [
                 [line["told"] for line in host.lines + host.rest() if "told" in line] for host in running
@@ -75,16 +78,21 @@ def serve(model, tmp_path_factory):
 
 
 def check_same(outcome: Outcome, alone: Outcome) -> None:
+    assert outcome["preemptions"] > 0
+    reasons = outcome["answers"]["reasons"]
+    assert all(reasons[name] in ("aborted", alone["reasons"][name]) for name in ABORTED)
+    check_answers(outcome, alone)
+
+
+def check_answers(outcome: Outcome, alone: Outcome) -> None:
     answers = outcome["answers"]
     assert outcome["compiled"] == 0
     assert outcome["used"] == 0
-    assert outcome["preemptions"] > 0
     assert outcome["cached"] > 0
     different = []
     for name, expected in alone["tokens"].items():
         found = answers["tokens"][name]
         if name in ABORTED:  # as many as there was time for
-            assert (answers["reasons"][name] == "aborted") or answers["reasons"][name] == alone["reasons"][name]
             count = min(len(expected), len(found))
             expected, found = expected[:count], found[:count]
         if found != expected:
@@ -141,6 +149,31 @@ def test_three_and_four_hosts_choose_their_links(serve, alone, hosts, tensor, st
     assert "host 0: links between hosts: direct (probed)" in outcome["steps"][0]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "tensor", "stages", "replicas", "links"),
+    [
+        (2, 2, 1, 2, "none"),  # a replica a host
+        (2, 1, 2, 3, "direct (probed)"),  # on host 0, on both, on host 1
+        (3, 1, 3, 2, "bridge (replicas 0 and 1 both link stages of host 1 to other hosts)"),
+        (4, 2, 1, 2, "none"),  # on two hosts each, of which host 0 is one or none
+    ],
+)
+def test_replicas_answer_as_one_process(serve, alone, model, hosts, tensor, stages, replicas, links) -> None:
+    outcome = serve(hosts, tensor, stages, "auto", json.dumps({"replicas": replicas}))
+    check_answers(outcome, alone)
+    assert len(outcome["iterations"]) == replicas
+    assert all(count > 20 for count in outcome["iterations"])
+    told = [line.partition("links between hosts: ")[2] for line in outcome["steps"][0] if "links between" in line]
+    assert told[:1] == ([] if links == "none" else [links])
+    named = [Path(record).stem.rpartition("-replica-")[2] for record in outcome["records"]]
+    assert named == [str(index) for index in range(replicas)]
+    recording = flight_recorder.read(Path(outcome["records"][-1]))
+    assert recording.replica == replicas - 1
+    found = flight_replay.replay(recording, model, cache=None, progress=silent)
+    assert found.iterations == len(recording.entries) == outcome["iterations"][-1]
+    assert len(found.differences) <= REQUESTS // 40
+
+
 def test_every_step_of_every_host_is_told(serve) -> None:
     steps = serve(2, 1, 2, "direct")["steps"][0]
     for line in ("host 1: joined", "host 1: reading weights", "host 1: linking stages", "host 1: ready"):
@@ -162,7 +195,7 @@ def test_a_host_reads_its_own_part_of_the_weights(serve, model) -> None:
 @pytest.mark.parametrize(("hosts", "stages", "links"), [(2, 2, "direct"), (4, 2, "bridge")])
 def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, links, capfd) -> None:
     outcome = serve(hosts, hosts // stages, stages, links)
-    recording = flight_recorder.read(Path(outcome["record"]))
+    recording = flight_recorder.read(Path(outcome["records"][0]))
     found = flight_replay.replay(recording, model, cache=None, progress=silent)
     assert found.iterations == len(recording.entries) > 100
     assert found.unanswered == 0
@@ -172,7 +205,7 @@ def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, l
     entry = next(entry for entry in recording.entries if 1 in entry.plan.chunks.samples)
     at = list(entry.plan.chunks.samples).index(1)
     entry.tokens[at] = (entry.tokens[at] + 1) % MODEL["vocab_size"]
-    changed = Path(outcome["record"]).with_name("changed.flight")
+    changed = Path(outcome["records"][0]).with_name("changed.flight")
     changed.write_bytes(recording.SerializeToString())
     assert cli.main(["replay", str(changed), "--model", str(model), "--compilation-cache", "off"]) == 1
     assert f"iteration {entry.plan.sequence}, request " in capfd.readouterr().err
@@ -180,7 +213,7 @@ def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, l
 
 def test_a_record_that_begins_in_the_middle_runs_again(serve, model) -> None:
     outcome = serve(2, 1, 2, "direct")
-    recording = flight_recorder.read(Path(outcome["record"]))
+    recording = flight_recorder.read(Path(outcome["records"][0]))
     about = type(recording)()
     about.CopyFrom(recording)
     del about.entries[:], about.rows[:]

@@ -106,12 +106,12 @@ def link(monkeypatch):
     def linked(links: LinksName, found: str) -> list[str]:
         told: list[str] = []
         monkeypatch.setattr(probing, "probe", lambda programs, check: found)
-        monkeypatch.setattr(probing, "crosses_hosts", lambda programs: True)
+        monkeypatch.setattr(probing, "crossing", lambda programs: [0])
         monkeypatch.setattr(probing, "make_links", lambda programs, way: [NoLink()])
         shape = SimpleNamespace(point_counts=lambda sizes: ())
         programs: Any = [SimpleNamespace(shape=shape, hidden=None)]
         cluster = ClusterConfig(hosts=3, host=0, coordinator="127.0.0.1:8000", links=links)
-        probing.choose_links(programs, (), cluster, Party(), told.append)
+        probing.choose_links([programs], (), cluster, Party(), told.append)
         return told
 
     return linked
