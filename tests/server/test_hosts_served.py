@@ -2,11 +2,13 @@
 test_host_failures.py."""
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -104,6 +106,38 @@ def test_a_text_is_held_to_its_grammar(hosts) -> None:
             generate("(a")
         assert "grammar: cannot be compiled: unclosed group" in str(refused.value)
         assert re.fullmatch("[ab]{5}", generate("[ab]{5}"))
+
+
+@pytest.mark.processes
+def test_replicas_are_served_and_named_when_their_host_is_lost(tmp_path) -> None:
+    """One on each host: both take calls of both protocols, and all callers are told which host is lost."""
+    http = free_ports().rpartition(":")[2]
+    flags = f"--stages 1 --replicas 2 --http-port {http} --compilation-cache {tmp_path / 'programs'}"
+    with served_group.group(tmp_path, flags.split()) as it:
+        it.until_told(0, "ready on ")
+        with grpc.insecure_channel(it.address) as channel:
+            stub = InferenceStub(channel)
+            long = GenerateRequest(prompt="It was", max_tokens=4900, ignore_eos=True, temperature=0)
+            streams = [stub.GenerateStream(long, timeout=3600.0) for _ in range(2)]
+            first = [next(stream).token_ids for stream in streams]  # a replica serves one row at a time
+            assert first[0] == first[1]
+            body = json.dumps({"prompt": "It was", "max_tokens": 3, "temperature": 0}).encode()
+            call = urllib.request.Request(f"http://127.0.0.1:{http}/v1/completions", body)
+            call.add_header("Content-Type", "application/json")
+            streams[0].cancel()
+            with urllib.request.urlopen(call, timeout=WAIT_SECONDS) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 3
+            streams[0] = stub.GenerateStream(long, timeout=3600.0)
+            next(streams[0])
+            os.kill(it.engine(1), signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(grpc.RpcError, match="UNAVAILABLE") as error:
+                    for _ in stream:
+                        pass
+                assert re.search(
+                    r"host 1, replica 1, stage 0, iteration \d+: its control stream ended", str(error.value)
+                )
+        assert {re.sub(r".*-(replica-\d)$", r"\1", file.stem) for file in tmp_path.glob("*.flight")} >= {"replica-0"}
 
 
 def listening_at(port: int) -> str:

@@ -1,12 +1,17 @@
 """Of several symptoms the one that explains the others."""
 
+import time
+
 import pytest
 
+from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.failure import Symptom, SymptomKind, cause_of
+from jaxserve.multihost.failure_detector import FailureDetector, ReplicaIterations
 
 
-def symptom(kind: SymptomKind, host: int, *, stage: int = 0, sequence: int = 5) -> Symptom:
-    return Symptom(kind=kind, hosts=(host,), stages=(stage,), sequence=sequence, cause=kind.name)
+def symptom(kind: SymptomKind, host: int, *, stage: int = 0, sequence: int = 5, replica: int | None = None) -> Symptom:
+    replicas = () if replica is None else (replica,)
+    return Symptom(kind=kind, hosts=(host,), replicas=replicas, stages=(stage,), sequence=sequence, cause=kind.name)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,8 @@ def symptom(kind: SymptomKind, host: int, *, stage: int = 0, sequence: int = 5) 
         ([symptom(SymptomKind.LATE, 0, sequence=6), symptom(SymptomKind.LATE, 1, stage=1)], (1,), SymptomKind.LATE),
         # Stage 0 is wedged; stage 1 waits for what it never gets.
         ([symptom(SymptomKind.LATE, 1, stage=1), symptom(SymptomKind.LATE, 0, stage=0)], (0,), SymptomKind.LATE),
+        # Iteration 5 of another replica says nothing of this one's.
+        ([symptom(SymptomKind.LATE, 1, replica=0), symptom(SymptomKind.LATE, 2, replica=1)], (1,), SymptomKind.LATE),
         # Two hosts share a stage and wait for each other: nobody can tell which.
         ([symptom(SymptomKind.LATE, 3, stage=1), symptom(SymptomKind.LATE, 2, stage=1)], (2, 3), SymptomKind.LATE),
     ],
@@ -42,6 +49,38 @@ def symptom(kind: SymptomKind, host: int, *, stage: int = 0, sequence: int = 5) 
 def test_the_cause(symptoms, hosts, kind) -> None:
     found = cause_of(symptoms)
     assert (found.hosts, found.kind) == (hosts, kind)
+
+
+def detector(hosts: int, *placed: dict[int, tuple[int, ...]]) -> FailureDetector:
+    """A detector on host 0 of hosts that serve."""
+    found = FailureDetector(range(1, hosts))
+    found.replicas = [ReplicaIterations((index,), stages) for index, stages in enumerate(placed)]
+    found.step = None
+    for member in found.members.values():
+        member.step = None
+    return found
+
+
+def test_a_lost_host_names_its_replicas() -> None:
+    it = detector(3, {0: (0,), 1: (1,)}, {1: (0,), 2: (1,)})
+    it.replicas[0].heard(1, pb.Unfinished(replica=0, sequence=9, stage=1))
+    it.replicas[1].heard(2, pb.Unfinished(replica=1, sequence=7, stage=1))
+    lost = {host: str(it.of(member, SymptomKind.DISCONNECTED, "gone")) for host, member in it.members.items()}
+    assert lost == {1: "host 1, replicas 0, 1: gone", 2: "host 2, replica 1, stage 1, iteration 7: gone"}
+
+
+def test_late_iterations_of_two_replicas_are_not_compared() -> None:
+    """Replica 1 waits for its stage 0; replica 0 is behind by its numbers, and well."""
+    it = detector(3, {0: (0,), 1: (1,)}, {1: (0,), 2: (1,)})
+    it.deadline = 0.001
+    it.replicas[1].answers.begin(50)
+    it.replicas[0].heard(1, pb.Unfinished(replica=0, sequence=9, stage=1))
+    it.replicas[1].heard(1, pb.Unfinished(replica=1, sequence=50, stage=0))
+    it.replicas[1].heard(2, pb.Unfinished(replica=1, sequence=51, stage=1))
+    time.sleep(0.01)
+    (late,) = it.late()
+    assert str(late) == "host 2, replica 1, stage 1, iteration 50: not done within 0.001 s"
+    assert str(it.cause([late])) == "host 1, replica 1, stage 0, iteration 50: not done within 0.001 s"
 
 
 def test_a_message_names_all_that_is_known() -> None:
