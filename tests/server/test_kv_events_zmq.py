@@ -14,6 +14,8 @@ from tests.server.conftest import Served
 from tests.server.fake_engine import BLOCK_SIZE, WAIT_SECONDS, FakeEngine, byte_tokenizer
 from tests.server.test_kv_events import ON, PROMPTS, Feed, ask, whole_blocks
 
+TOPIC = b"kv@pod@m"
+
 
 @pytest.fixture
 def zmq() -> Any:
@@ -68,7 +70,7 @@ class Subscriber:
         self._zmq, self._context = zmq, zmq.Context()
         self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         self._sub.connect(endpoint)
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"kv@pod@m")
+        self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
         self._dealer.connect(replay)
         self.batches: list[tuple[int, Any]] = []
 
@@ -82,7 +84,7 @@ class Subscriber:
                 self.replay()
                 continue
             topic, number, payload = self._sub.recv_multipart()
-            assert topic == b"kv@pod@m"
+            assert topic == TOPIC
             if (sequence := int.from_bytes(number, "big")) > self._next:
                 self.replay()
             if sequence >= self._next:
@@ -99,7 +101,7 @@ class Subscriber:
             if int.from_bytes(number, "big", signed=True) == -1:
                 assert (topic, payload) == (b"", b"")
                 return count
-            assert topic == b"kv@pod@m"
+            assert topic == TOPIC
             self.batches.append((int.from_bytes(number, "big"), decoded(payload)))
             count += 1
 
@@ -119,7 +121,7 @@ def test_a_vllm_subscriber_reads_every_event_and_closes_gaps(zmq: Any, endpoints
     async def scenario(it: Served) -> None:
         log = it.app.handler.kv_events
         assert log is not None
-        publisher = ZmqPublisher(log, endpoints[0], replay=endpoints[1], topic="kv@pod@m")
+        publisher = ZmqPublisher(log, endpoints[0], replay=endpoints[1], topic=TOPIC.decode())
         await ask(it, PROMPTS[0])  # nobody subscribes yet
         early = Subscriber(zmq, *endpoints)
         late = Subscriber(zmq, *endpoints)
@@ -155,7 +157,7 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up(zmq: Any, endpoints: tu
     async def scenario() -> None:
         feed = Feed()
         log = KvEventLog(feed, most_batches=100)  # pyright: ignore[reportArgumentType]
-        publisher = ZmqPublisher(log, endpoints[0], replay=endpoints[1], topic="kv@pod@m")
+        publisher = ZmqPublisher(log, endpoints[0], replay=endpoints[1], topic=TOPIC.decode())
         reader, idle = Subscriber(zmq, *endpoints), Subscriber(zmq, *endpoints)
         try:
             for number in range(1000):
@@ -178,7 +180,7 @@ def test_an_answer_to_what_is_no_request_is_none(zmq: Any, endpoints: tuple[str,
     async def scenario() -> None:
         feed = Feed()
         log = KvEventLog(feed)  # pyright: ignore[reportArgumentType]
-        publisher = ZmqPublisher(log, endpoints[0], replay=endpoints[1], topic="kv@pod@m")
+        publisher = ZmqPublisher(log, endpoints[0], replay=endpoints[1], topic=TOPIC.decode())
         reader = Subscriber(zmq, *endpoints)
         try:
             await feed.add()

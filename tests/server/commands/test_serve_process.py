@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 import grpc
 import httpx2 as httpx
 import pytest
+import zmq
 
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.server.commands.serve_process import HOST, collector, free_ports, run_cli, running
+from tests.server.test_kv_events_zmq import TOPIC, Subscriber
 
 STALL_SECONDS, DRAIN_SECONDS = 0.6, 0.5
 KEY = {"authorization": "Bearer our-own-key"}
@@ -64,17 +67,20 @@ def test_traces_need_opentelemetry(tmp_path: Path) -> None:
 def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\noperator = true\n')
     (tmp_path / "serve.toml").write_text("max-rows = 3")
-    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!{% if tools %}?{% endif %}")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}{{ bos_token }}{% if tools %}?{% endif %}")
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (model / "tokenizer_config.json").write_text('{"bos_token": "!"}')
     log, profile, cache = tmp_path / "requests.jsonl", tmp_path / "profile", tmp_path / "cache"
-    port, http_port, metrics_port = free_ports(3)
+    port, http_port, metrics_port, events_port, replay_port = free_ports(5)
     flags = (
-        f"--model {checkpoint} --config {tmp_path}/serve.toml --host {HOST} --port {port} --http-port {http_port} "
+        f"--model {model} --config {tmp_path}/serve.toml --host {HOST} --port {port} --http-port {http_port} "
         f"--tls-cert {certificates}/server.pem --tls-key {certificates}/server.key "
         f"--tls-client-ca {certificates}/ca.pem --api-keys {tmp_path}/keys.toml --stall-seconds {STALL_SECONDS} "
         f"--drain-seconds {DRAIN_SECONDS} --supervise --request-log {log} --log-prompts --metrics-port {metrics_port} "
         f"--profile {profile} --buckets 16 --slots 32768 --max-context 16384 --compilation-cache {cache} --no-scoring "
         f"--served-model-name first second --max-queued-requests 77 --chat-template {tmp_path}/chat.jinja "
-        "--allowed-origins https://a.example --tool-parser pythonic"
+        "--allowed-origins https://a.example --tool-parser pythonic "
+        f"--kv-events tcp://*:{events_port} --kv-events-replay tcp://*:{replay_port} --kv-events-topic {TOPIC.decode()}"
     )
     traced = _has_opentelemetry()
     with contextlib.ExitStack() as stack:
@@ -122,6 +128,12 @@ def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp
         assert (logged["prompt"], logged["tenant"], logged["completion_tokens"]) == ("abc", "us", 4)
         assert "jaxserve_" in httpx.get(f"http://{HOST}:{metrics_port}/metrics").text
         assert list(cache.rglob("*"))
+
+        # Events of the prefix cache
+        reader = Subscriber(zmq, f"tcp://{HOST}:{events_port}", f"tcp://{HOST}:{replay_port}")
+        stack.callback(reader.close)
+        assert client.post("/v1/completions", headers=KEY, json=body | {"prompt": "abc" * 200}).status_code == 200
+        server.until(reader.replay)
 
         # An engine process that hangs is reported after `--stall-seconds`, and restarted with `--supervise`.
         with client.stream("POST", "/v1/completions", headers=KEY, json=_endless()) as stream:
