@@ -82,7 +82,11 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 abortable.abort()
         return pb.AbortResponse()
 
+    @calls.answered
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
+        # vLLM opens its port once it is ready. A router that is answered before asks for the model at once, and not
+        # again: UNAVAILABLE makes it wait.
+        _ = self._engine.report
         problem = self._handler.unhealthy_reason
         return pb.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 

@@ -42,22 +42,28 @@ def packages(script: Path) -> list[str]:
 
 def command_of(script: Path, wanted: list[str]) -> list[str | Path]:
     """The command that runs a script in its environment. Raises CalledProcessError if a package cannot be installed."""
-    folder = ENVIRONMENTS / name_of(script)
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    is_there = stamp.exists() and stamp.read_text() == "\n".join(wanted)
     if script.suffix == ".mjs":
-        if not is_there:
+        folder = ENVIRONMENTS / name_of(script)
+        stamp = folder / "installed"
+        if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
             folder.mkdir(parents=True, exist_ok=True)
             subprocess.run(["npm", "install", "--silent", "--no-save", "--prefix", folder, *wanted], check=True)
             stamp.write_text("\n".join(wanted))
         shutil.copy(script, folder)  # node looks for packages beside the script
         return ["node", folder / script.name]
-    if not is_there:
+    return [environment(name_of(script), wanted), script]
+
+
+def environment(name: str, wanted: list[str]) -> Path:
+    """The Python of an environment with these packages. Raises CalledProcessError if one cannot be installed."""
+    folder = ENVIRONMENTS / name
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
         venv.create(folder, clear=True)
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *wanted], check=True)
         stamp.write_text("\n".join(wanted))
-    return [python, script]
+    return python
 
 
 def name_of(script: Path) -> str:

@@ -33,6 +33,7 @@ class Remote:
         self.stub: Any
         self.http: httpx.AsyncClient
         self.health: Any
+        self.channel: grpc.aio.Channel
         self.running: asyncio.Task[None]
 
     def order(self, **orders: Any) -> None:
@@ -85,7 +86,7 @@ async def remote(
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=WAIT_SECONDS) as it.http,
     ):
-        it.stub, it.health = InferenceStub(channel), HealthStub(channel)
+        it.channel, it.stub, it.health = channel, InferenceStub(channel), HealthStub(channel)
         try:
             if ready:
                 await supervisor.ready.wait()

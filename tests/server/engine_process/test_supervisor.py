@@ -26,6 +26,8 @@ from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
 from server.engine_process.supervisor import EngineGone, RestartPolicy, Supervisor
 from server.proto.jaxserve.v1 import inference_pb2 as pb
+from server.proto.vllm.grpc.engine import vllm_engine_pb2 as vllm_pb
+from server.proto.vllm.grpc.engine.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server.conftest import collect
 from tests.server.engine_process.conftest import STALL_SECONDS, Remote
 from tests.server.fake_engine import WAIT_SECONDS
@@ -160,7 +162,8 @@ def test_the_ports_answer_before_the_engine_is_ready(run_remote: RunRemote, tmp_
     async def scenario(it: Remote) -> None:
         answer = await it.health.Check(HealthCheckRequest())
         assert answer.status == HealthCheckResponse.NOT_SERVING
-        for call in (it.stub.Generate(ask()), it.stub.GetModel(pb.GetModelRequest())):
+        health = VllmEngineStub(it.channel).HealthCheck(vllm_pb.HealthCheckRequest())
+        for call in (it.stub.Generate(ask()), it.stub.GetModel(pb.GetModelRequest()), health):
             error = await refusal(call)
             assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine is starting")
             assert retry_seconds(error) is not None
