@@ -211,9 +211,8 @@ class SlotPool:
         """Release all blocks of `allocation`; published blocks can be found until they are evicted."""
         if not allocation._held:
             return
-        for block in reversed(allocation.blocks):  # the end of a chain is useless without its start: evict it earlier
-            if block != NO_BLOCK:
-                self._drop(block)
+        # The end of a chain is useless without its start: evict it earlier.
+        self._drop([block for block in reversed(allocation.blocks) if block != NO_BLOCK])
         self._cancel_promise(allocation)
         self._num_held -= 1
         allocation._held = False
@@ -241,13 +240,15 @@ class SlotPool:
         self._set_aside -= allocation._set_aside
         allocation._set_aside = 0
 
-    def _drop(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            if self._digest_of[block] is None:
-                self._free.append(block)
-            else:
-                self._idle[block] = None
+    def _drop(self, blocks: Iterable[int]) -> None:
+        references, digest_of = self._references, self._digest_of
+        for block in blocks:
+            references[block] -= 1
+            if references[block] == 0:
+                if digest_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
 
     def _behind(self, start: int) -> int:
         """Leading blocks that no position from `start` on attends to."""

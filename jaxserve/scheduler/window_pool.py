@@ -73,7 +73,7 @@ class WindowPool(SlotPool):
             if block == NO_BLOCK:
                 break
             allocation.blocks[index] = NO_BLOCK
-            self._drop(block)
+            self._drop([block])
 
     def _promised(self, before: int, after: int) -> int:
         """Blocks promised in all once a request goes from `before` to `after` (its whole length)."""

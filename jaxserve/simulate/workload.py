@@ -50,12 +50,18 @@ class DrawnPrompt:
     def tokens(self) -> np.ndarray:  # int32[length]
         """The token ids."""
         if not self.blocks:
-            return _drawn(f"{self.seed} {self.number} {self.shift}", self.length, self.vocab_size)
+            return _drawn(self._key, self.length, self.vocab_size)
         drawn = _prompt(self.blocks, self.length, self.vocab_size, self.seed, self.number)
         return (drawn + np.int32(self.shift)) % np.int32(self.vocab_size)
 
+    @property
+    def _key(self) -> str:
+        return f"{self.seed} {self.number} {self.shift}"
+
     def tolist(self) -> list[int]:
         """The token ids as Python's integers."""
+        if self.vocab_size == 256 and not self.blocks:
+            return list(_drawn_bytes(self._key, self.length))
         return self.tokens().tolist()
 
     def shifted(self, by: int) -> DrawnPrompt:
@@ -305,10 +311,13 @@ def _prompt(blocks: Sequence[int], length: int, vocab_size: int, seed: int, numb
 
 def _drawn(key: str, count: int, vocab_size: int) -> np.ndarray:  # int32[count]
     """Token ids that follow from a key, in less time than a seeded generator takes to make."""
-    hashed = hashlib.shake_128(key.encode())
     if vocab_size == 256:
-        return np.frombuffer(hashed.digest(count), np.uint8).astype(np.int32)
-    return (np.frombuffer(hashed.digest(4 * count), np.uint32) % np.uint32(vocab_size)).view(np.int32)
+        return np.frombuffer(_drawn_bytes(key, count), np.uint8).astype(np.int32)
+    return (np.frombuffer(_drawn_bytes(key, 4 * count), np.uint32) % np.uint32(vocab_size)).view(np.int32)
+
+
+def _drawn_bytes(key: str, count: int) -> bytes:
+    return hashlib.shake_128(key.encode()).digest(count)
 
 
 def _records(file: TextIO, path: Path, columns: Mapping[str, str] | None) -> Iterator[_TraceRecord]:

@@ -191,9 +191,11 @@ def test_a_missing_trace_is_named(tmp_path):
 
 @pytest.mark.parametrize("vocab_size", [7, 256, 300])
 def test_drawn_tokens_are_spread_over_the_vocabulary(vocab_size):
-    tokens = load.DrawnPrompt(100 * vocab_size, vocab_size, 0, 1).tokens()
+    prompt = load.DrawnPrompt(100 * vocab_size, vocab_size, 0, 1)
+    tokens = prompt.tokens()
+    assert prompt.tolist() == tokens.tolist()
     counts = np.bincount(tokens, minlength=vocab_size)
     assert tokens.dtype == np.int32
     assert len(counts) == vocab_size
     assert 50 < counts.min() <= counts.max() < 150
-    assert not np.array_equal(tokens, load.DrawnPrompt(100 * vocab_size, vocab_size, 0, 1).shifted(1).tokens())
+    assert not np.array_equal(tokens, prompt.shifted(1).tokens())
