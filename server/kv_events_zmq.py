@@ -1,8 +1,8 @@
 """Publishes KV events over ZMQ as vLLM does, for routers (llm-d, Dynamo, smg).
 
-A message has three frames: topic, number of the batch (8 bytes, big-endian) and the batch in msgpack. Who misses some
-sends the first number that it wants to the replay endpoint (a DEALER sends an empty frame and the number), and gets all
-kept batches from there on, each after an empty frame, and at the end the number -1 with an empty batch.
+A message has three frames: topic, number of the batch from 0 on (8 bytes, big-endian) and the batch in msgpack. Who
+misses some sends the first number that it wants to the replay endpoint (a DEALER sends an empty frame and the number),
+and gets all kept batches from there on, each after an empty frame, and at the end the number -1 with an empty batch.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class ZmqPublisher:
             _log.warning("a request for KV events has %d frames; it has an empty one and a number", len(request) - 1)
             return
         head = (request[0], b"")
-        for batch in self._log.after(int.from_bytes(request[2], "big") - 1):
+        for batch in self._log.after(int.from_bytes(request[2], "big")):
             self._replay.send_multipart((*head, *self._frames(batch)))
         self._replay.send_multipart((*head, b"", _END, b""))
 
     def _frames(self, batch: KvEventBatch) -> tuple[Any, ...]:
-        return self._topic, batch.sequence.to_bytes(8, "big"), self._pack(event_maps(batch))
+        return self._topic, (batch.sequence - 1).to_bytes(8, "big"), self._pack(event_maps(batch))

@@ -79,7 +79,7 @@ class Subscriber:
 
     def read(self, until: int) -> None:
         """Reads until it has batch `until`; batches that never came are asked for."""
-        while not self.batches or self.batches[-1][0] < until:
+        while self._next <= until:
             if not self._sub.poll(200):
                 self.replay()
                 continue
@@ -107,7 +107,7 @@ class Subscriber:
 
     @property
     def _next(self) -> int:
-        return self.batches[-1][0] + 1 if self.batches else 1
+        return self.batches[-1][0] + 1 if self.batches else 0
 
 
 @pytest.fixture
@@ -126,14 +126,14 @@ def test_a_vllm_subscriber_reads_every_event_and_closes_gaps(zmq: Any, endpoints
         early = Subscriber(zmq, *endpoints)
         late = Subscriber(zmq, *endpoints)
         try:
-            await asyncio.to_thread(early.read, 1)
+            await asyncio.to_thread(early.read, 0)
             await ask(it, PROMPTS[1])
             assert it.engine.pool is not None
             it.engine.pool.flush()
             await ask(it, PROMPTS[2])
             for subscriber in (early, late):
-                await asyncio.to_thread(subscriber.read, 4)
-                assert [sequence for sequence, _ in subscriber.batches] == [1, 2, 3, 4]
+                await asyncio.to_thread(subscriber.read, 3)
+                assert [sequence for sequence, _ in subscriber.batches] == [0, 1, 2, 3]
                 assert [batch.data_parallel_rank for _, batch in subscriber.batches] == [0] * 4
             kinds = [[type(event).__name__ for event in batch.events] for _, batch in late.batches]
             assert kinds == [["BlockStored"], ["BlockStored"], ["AllBlocksCleared"], ["BlockStored"]]
@@ -164,8 +164,8 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up(zmq: Any, endpoints: tu
                 await feed.add(number)
                 if number % 100 == 0:
                     await asyncio.sleep(0.001)
-            await asyncio.to_thread(reader.read, 1000)
-            assert reader.batches[-1][0] == 1000
+            await asyncio.to_thread(reader.read, 999)
+            assert reader.batches[-1][0] == 999
         finally:
             reader.close()
             idle.close()
