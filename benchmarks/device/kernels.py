@@ -154,7 +154,7 @@ def time_case(case: KernelCase, backend: Backend) -> float:
     q = jax.random.normal(jax.random.key(0), (tokens, case.heads, case.head_dim), shape.dtype)
     k, v = (jax.random.normal(jax.random.key(i), (tokens, case.kv_heads, case.head_dim), shape.dtype) for i in (1, 2))
 
-    def run(q, k, v, pool, batch):
+    def run(q: Any, k, v, pool, batch):
         meta = backend.prepare(batch, shape)
         for layer in range(layers):
             first = layer * n_blocks
