@@ -156,6 +156,8 @@ def start(
         runner.compile(n_blocks, progress, host_copies=config.host_cache is not None)
     for runner in drafters:
         runner.compile(n_blocks, progress)
+    if cache is not None:
+        cache.forget()
     return finish(
         config,
         [Pipeline(stages) for stages in pipelines],
@@ -178,15 +180,15 @@ def settled_buckets(config: EngineConfig, programs: Sequence[StagePrograms]) -> 
 
 
 def program_cache(config: EngineConfig) -> ProgramCache | None:
-    """Where compiled programs are kept, if they are."""
+    """Where compiled programs are kept, if they are; without a folder, for other replicas only."""
     folder = cache_folder.of(config.compilation_cache)
     if folder is None:
-        return None
+        shared = config.replicas > 1 and jax.default_backend() != "tpu"  # whose replicas share no programs
+        return ProgramCache(None) if shared else None
     if jax.process_count() > 1:  # a program of several processes is not whole in any of them, but jax keeps them too
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        return None
     return ProgramCache(folder)
 
 

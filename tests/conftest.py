@@ -154,6 +154,9 @@ class SharedPrograms:
             assert program.program is not None
         return program
 
+    def forget(self) -> None:
+        """Keeps them for other engines."""
+
     def clear(self) -> None:
         """Forgets all programs; engines that are alive keep theirs."""
         self._programs.clear()
@@ -176,8 +179,12 @@ def _share_programs() -> Iterator[SharedPrograms]:
     from jaxserve import startup
 
     own, shared = startup.program_cache, SharedPrograms()
+
+    def program_cache(config: Any) -> Any:
+        return shared if cache_folder.of(config.compilation_cache) is None else own(config)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "program_cache", lambda config: own(config) or shared)
+        patch.setattr(startup, "program_cache", program_cache)
         patch.setattr(startup, "measure_buckets", given_costs)
         yield shared
 

@@ -33,13 +33,12 @@ from jaxserve.multihost.remote_grammars import WorkerGrammars
 from jaxserve.multihost.remote_stage import RemoteStage
 from jaxserve.multihost.worker import MasterConnection
 from jaxserve.profiler import Profiler
-from jaxserve.runner import cache_folder, kv_cache
+from jaxserve.runner import kv_cache
 from jaxserve.runner.layout import bucket_sizes, for_buckets, lay_out
 from jaxserve.runner.links import Link
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.measure import run_once
 from jaxserve.runner.pipeline import Pipeline, Stage
-from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.sharded_parameters import parameters_of
 from jaxserve.runner.stage import Progress, StageRunner
 from jaxserve.startup import EngineParts
@@ -227,9 +226,7 @@ def _prepare(
         device = stage.mesh.local_devices[0]
         free = kv_cache.free_weight_bytes(device, config.num_devices)
         check_weights(parameters_of(stage).values(), free, f"{device.device_kind} device")
-    startup.program_cache(config)  # jax's own cache, for programs that span several hosts
-    folder = cache_folder.of(config.compilation_cache)
-    cache = None if folder is None else ProgramCache(folder)
+    cache = startup.program_cache(config)  # and jax's own, for programs that span several hosts
     config, buckets_reason = startup.settled_buckets(config, replicas[0])
     sizes, read = bucket_sizes(config), 0
     replicas = [for_buckets(programs, sizes) for programs in replicas]
@@ -262,6 +259,8 @@ def _prepare(
     n_blocks = party.agree("blocks", min(startup.pool_blocks(config, runner, ()) for runner in runners))
     for stage in stages:
         stage.compile(n_blocks, progress)
+    if cache is not None:
+        cache.forget()
     compared = _compare(checksum, _COMPARING_SHARE * (time.perf_counter() - started), cluster, party)
     if cluster.host == 0:
         tell(f"host 0: {compared / 2**20:.2f} of {checksum.total / 2**20:.2f} MiB of weights are the same on all hosts")

@@ -50,14 +50,15 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class ProgramCache:
-    """A folder of compiled programs.
+    """A folder of compiled programs, or a memory of those of this start for its replicas.
 
     Attributes:
       loaded / compiled: number of programs that were found, and that were not.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._held: dict[str, bytes] = {}  # without a folder
         self.loaded = self.compiled = 0
 
     def get(
@@ -74,10 +75,11 @@ class ProgramCache:
             self.compiled += 1
             return compile_program()
         key = f"{surroundings(devices[0])}\n{_places(devices)}\n{made_from}"
-        path = self._folder / hashlib.sha256(key.encode()).hexdigest()
+        name = hashlib.sha256(key.encode()).hexdigest()
+        path = Path(name) if self._folder is None else self._folder / name
         try:
-            program = _load(path, devices)
-        except FileNotFoundError:
+            program = _load(self._held[name] if self._folder is None else path.read_bytes(), devices)
+        except (FileNotFoundError, KeyError):
             pass
         except Exception as problem:  # whatever a broken file or another runtime makes of it
             _log.warning("%s cannot be loaded (%s); the program is compiled anew", path, problem)
@@ -88,11 +90,23 @@ class ProgramCache:
         program = compile_program()
         self.compiled += 1
         if compilations.loaded_by_jax() == before:
-            _keep(path, program, devices)
+            try:
+                entry = pickle.dumps((_ids(devices), *serialize_executable.serialize(program)))
+                if self._folder is None:
+                    self._held[name] = entry
+                else:
+                    _write(path, entry)
+            except Exception as problem:  # a full disk, or a platform whose programs cannot be kept: a start goes on
+                _log.warning("a compiled program is not kept: %s", problem)
         return program
+
+    def forget(self) -> None:
+        """Free the programs that are held without a folder."""
+        self._held.clear()
 
     def check_kept(self) -> None:
         """Raise ValueError if programs cannot be stored, for callers that only want to store them."""
+        assert self._folder is not None
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=self._folder):
@@ -104,6 +118,8 @@ class ProgramCache:
 
     def _is_private(self) -> bool:
         """Whether only the current user can have written to the folder."""
+        if self._folder is None:
+            return True
         try:
             about = self._folder.stat()
         except FileNotFoundError:
@@ -111,8 +127,8 @@ class ProgramCache:
         return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _load(path: Path, devices: Sequence[Any]) -> jax.stages.Compiled:
-    compiled_for, *entry = pickle.loads(path.read_bytes())
+def _load(data: bytes, devices: Sequence[Any]) -> jax.stages.Compiled:
+    compiled_for, *entry = pickle.loads(data)
     client = devices[0].client
     if compiled_for == _ids(devices):
         return serialize_executable.deserialize_and_load(*entry, backend=client, execution_devices=devices)
@@ -150,18 +166,17 @@ def _places(devices: Sequence[Any]) -> list[int] | int:
     return _ids(devices) if devices[0].platform == "tpu" else len(devices)
 
 
-def _keep(path: Path, program: jax.stages.Compiled, devices: Sequence[Any]) -> None:
-    """Writes a program to a temporary file and renames it: a file with its name is complete."""
+def _write(path: Path, entry: bytes) -> None:
+    """Writes a temporary file and renames it: a file with its name is complete."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        entry = pickle.dumps((_ids(devices), *serialize_executable.serialize(program)))
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial.write_bytes(entry)
         partial.rename(path)
-    except Exception as problem:  # a full disk, or a platform whose programs cannot be kept: neither stops a start
-        _log.warning("a compiled program is not kept: %s", problem)
+    except OSError:
         with contextlib.suppress(OSError):  # of a folder that cannot be written to at all
             partial.unlink(missing_ok=True)
+        raise
 
 
 def surroundings(device: Any) -> str:

@@ -5,6 +5,7 @@ import errno
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -24,6 +25,7 @@ from tests.jaxserve.planning.questions import question
 # Sizes of no other test: what jax has loaded from its own cache is not kept.
 MODEL = dataclasses.replace(BLOOM, vocab_size=93)
 CONFIG = EngineConfig(dtype="float32", max_rows=2, buckets=(9,), max_context=96, slots=384, scoring=False)
+KEPT_IN = startup.program_cache  # tests replace it
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13]]
 
 
@@ -88,6 +90,24 @@ def test_replicas_load_what_one_has_compiled(params, folder, first) -> None:
     pools = [jax.tree.leaves(loop.pipeline.stages[0].pool)[0] for loop in engine._loops]
     assert [pool.devices() for pool in pools] == [{jax.devices()[0]}, {jax.devices()[1]}]
     assert answers(engine) == expected
+
+
+def test_replicas_share_programs_without_a_folder(monkeypatch) -> None:
+    made: list[program_cache.ProgramCache | None] = []
+    monkeypatch.setattr(startup, "program_cache", lambda config: made.append(KEPT_IN(config)) or made[-1])
+    # Sizes of no other engine here: what jax has loaded is not kept.
+    model = dataclasses.replace(MODEL, vocab_size=91)
+    config = dataclasses.replace(CONFIG, max_rows=3, buckets=(10,), max_context=100, replicas=2)
+    engine = Engine.from_params(model, models.build(model).init(0, "float32"), config)
+    programs, loaded = counts(engine)
+    assert loaded == programs // 2 > 0
+    with engine:
+        one, other = engine.generate(PROMPTS[:1] * 2, max_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True)
+    assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+    assert all(load.generated_tokens for load in engine.loads())
+    assert made[0] is not None
+    assert not made[0]._held  # they are needed during the start only
+    assert KEPT_IN(dataclasses.replace(config, replicas=1, compilation_cache=None)) is None
 
 
 def test_engine_and_plan_compile_with_the_same_options(params, tmp_path, monkeypatch) -> None:
@@ -239,5 +259,6 @@ def test_a_folder_that_is_read_only_stops_no_start(tmp_path, monkeypatch, caplog
     for write in ("mkdir", "write_bytes", "unlink"):
         monkeypatch.setattr(program_cache.Path, write, read_only)
     monkeypatch.setattr(program_cache.serialize_executable, "serialize", lambda program: program)
-    program_cache._keep(tmp_path / "program", (), [])
+    program: Any = ()
+    assert program_cache.ProgramCache(tmp_path).get("a", jax.devices()[:1], lambda: program) == program
     assert "a compiled program is not kept: [Errno 30] Read-only file system" in caplog.text
