@@ -120,7 +120,7 @@ class AttentionBatch(NamedTuple):
 
 
 # Why a backend refuses a shape with several `slot_parts`.
-ONE_SLOT_PART = "slots of a block on several devices; xla serves these"
+ONE_SLOT_PART = "slots of a block on several devices; xla and tpu serve these"
 
 
 class PartialAttention(NamedTuple):

@@ -249,7 +249,7 @@ def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> Sharding
         [pool]                              # keys and values
         heads = "tensor"
         rows = "fsdp"                       # each part has the blocks of its own requests
-        slots = "context"                   # of every block: each device attends to its share of a context
+        slots = "none"                      # of every block: over an axis, a device has its share of a context
         [pad]                               # round up sizes that do not divide
         heads = true
 

@@ -96,6 +96,11 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
     "llama-3-8b": _decoder("llama", 4096, 32, (32, 8), 14_336, 128_256, 8192, **_LLAMA_3),
     "llama-3-70b": _decoder("llama", 8192, 80, (64, 8), 28_672, 128_256, 8192, **_LLAMA_3),
+    "llama-3.1-70b": _decoder(
+        "llama",
+        *(8192, 80, (64, 8), 28_672, 128_256, 131_072),
+        **_LLAMA_3 | {"rope_scaling": _LLAMA_3_2 | {"factor": 8.0}},
+    ),
     "llama-3.2-1b": _decoder(
         "llama",
         *(2048, 16, (32, 8), 8192, 128_256, 131_072),

@@ -32,6 +32,7 @@ from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.weights import naming
 from sharding.devices import Topology
 from sharding.fit import check_weights
+from sharding.spec import names
 
 REQUEST = 2048  # tokens of a request, for "requests that fit"
 _PROMPT = 1024  # tokens of the prompts that the default buckets are chosen for
@@ -321,13 +322,13 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
         num_experts=config.num_experts,
         per_token=config.experts_per_token,
         weight_bytes=sum(part.nbytes for part in of_experts),
-        token_ops=_ops(of_experts) * config.experts_per_token / max(config.num_experts, 1),
+        token_ops=_ops(of_experts, stage) * config.experts_per_token / max(config.num_experts, 1),
         tile_rows=matmul.tile_rows(stage.platform, shape.dtype),
     )
     return StageLoad(
         layers=len(stage.layers),
         weight_bytes=sum(part.nbytes for part in read) - experts.weight_bytes,
-        token_ops=_ops(part for part in read if not is_of_experts(part.axes)),
+        token_ops=_ops((part for part in read if not is_of_experts(part.axes)), stage),
         row_ops=2 * math.prod(head.local) if head else 0,
         attention=tuple(attention),
         experts=experts if of_experts else None,
@@ -339,9 +340,18 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> StageL
     )
 
 
-def _ops(parts: Iterable[ShardedParameter]) -> int:
-    """Operations of a token in the matmuls of these parameters."""
-    return 2 * sum(math.prod(part.local) for part in parts if part.name.endswith(".kernel"))
+def _ops(parts: Iterable[ShardedParameter], stage: StagePrograms) -> float:
+    """Operations of a token in the matmuls of these parameters.
+
+    Where tokens are split over mesh axes that a parameter is not, each device has its share of the tokens.
+    """
+    tokens = kv_cache.over(stage.mesh, stage.spec.activations.get("tokens"))
+
+    def shares(part: ShardedParameter) -> int:
+        taken = {axis for target in part.partition for axis in names(target)}
+        return math.prod(stage.mesh.shape[axis] for axis in tokens if axis not in taken)
+
+    return 2 * sum(math.prod(part.local) / shares(part) for part in parts if part.name.endswith(".kernel"))
 
 
 def bucket_plan(deployment: Deployment, roofline: Roofline | None, tokens: int) -> BucketPlan:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from pallas_kernels import int8
-from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
+from pallas_kernels.api import AttentionBatch, AttentionShape, PartialAttention
 from pallas_kernels.tpu import cuts, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, largest_block, slot_bytes
 from pallas_kernels.tpu.layout import (
@@ -39,7 +39,7 @@ _MOST_TABLES = 960 * 1024
 class PromptMetadata(NamedTuple):
     """What the kernels for longer chunks read besides; their docstrings describe its use."""
 
-    bounds: jax.Array  # int32[4]
+    bounds: jax.Array  # int32[4], or 5 with several slot parts
     offsets: jax.Array  # int32[C + 2]: kernels read one chunk past the last, which is empty
     tile_chunks: jax.Array  # int32[2 * tiles]
 
@@ -47,7 +47,7 @@ class PromptMetadata(NamedTuple):
 class TpuMetadata(NamedTuple):
     """Arrays that all layers share; the kernels' docstrings describe their use."""
 
-    decode_bounds: tuple[jax.Array, ...]  # int32[2 * cores + 1], for each of the shape's windows
+    decode_bounds: tuple[jax.Array, ...]  # int32[2 * cores + 1], for each window of the shape; or one more
     kv_lens: jax.Array  # int32[C + 1]
     tables: jax.Array  # int32[C * max_blocks]
     prompts: PromptMetadata | None  # None in a program for decodes only
@@ -74,13 +74,11 @@ class TpuBackend:
         return frozenset({"tpu"})
 
     def supports(self, shape: AttentionShape) -> str | None:
-        if shape.slot_parts > 1:
-            return ONE_SLOT_PART
         if shape.dtype not in (np.float32, BFLOAT16):
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (np.float32, BFLOAT16, INT8):
             return f"pool of {shape.pool_dtype}; it serves float32, bfloat16 and int8"
-        tile, size = slot_tile(shape.pool_dtype), shape.block_size
+        tile, size = slot_tile(shape.pool_dtype), shape.local_slots
         if size % tile:
             return f"blocks of {size} slots; with a pool of {shape.pool_dtype} it serves multiples of {tile}"
         if max(size, tile) > largest_block(shape):
@@ -103,14 +101,15 @@ class TpuBackend:
         return np.dtype(dtype)
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> TpuPool:
-        size, scales = shape.block_size, None
+        size, scales = shape.local_slots, None
         if shape.pool_dtype == INT8:
             scales = jax.ShapeDtypeStruct((n_blocks, 2, scale_rows(shape), size), np.float32)
         return TpuPool(jax.ShapeDtypeStruct((n_blocks, 2, size, lanes_of(shape)), shape.pool_dtype), scales)
 
     def pool_axes(self, shape: AttentionShape) -> TpuPool:
         return TpuPool(
-            kv=(None, None, None, "heads"), scales=(None, None, "heads", None) if shape.pool_dtype == INT8 else None
+            kv=(None, None, "slots", "heads"),
+            scales=(None, None, "heads", "slots") if shape.pool_dtype == INT8 else None,
         )
 
     def saves_on_decodes(self, n_tokens: int, n_chunks: int) -> bool:
@@ -125,11 +124,10 @@ class TpuBackend:
         decodes_only: bool = False,
         part: jax.Array | int = 0,
     ) -> TpuMetadata:
-        del part
         n_tokens = batch.positions.shape[0]
         cut, longer = self.cut or cuts.cut(shape, n_tokens), n_tokens > 1 and not decodes_only
         with jax.named_scope("attention_prepare"):
-            return _prepare(batch, shape, cut, longer=longer)
+            return _prepare(batch, shape, cut, part, longer=longer)
 
     def attend(
         self,
@@ -145,7 +143,7 @@ class TpuBackend:
         window: int | None = None,
         sinks: Float[jax.Array, " N"] | None = None,
         first_block: jax.Array | int = 0,
-    ) -> tuple[Float[jax.Array, "T N D"], TpuPool]:
+    ) -> tuple[Float[jax.Array, "T N D"] | PartialAttention, TpuPool]:
         n_tokens, n_chunks = q.shape[0], min(q.shape[0], meta.kv_lens.shape[0] - 1)
         cut = self.cut or cuts.cut(shape, n_tokens)
         slopes, sinks = (None if x is None else jnp.asarray(x, jnp.float32) for x in (slopes, sinks))
@@ -164,13 +162,16 @@ class TpuBackend:
             out, pool = decodes.attend(
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
-            out = _by_head(out[..., : shape.num_kv_heads * shape.head_dim], shape)
+            out = out[..., : shape.num_kv_heads * shape.head_dim]
+            found = [_by_head(out[:, : shape.group], shape)]
+            if shape.slot_parts > 1:
+                found.append(_by_head(out[:, shape.group :], shape)[..., :1])
             token = jnp.arange(n_tokens)[:, None, None]
-            out = jnp.pad(out, ((0, n_tokens - n_chunks), (0, 0), (0, 0)))
-            rest: Any = 0.0
+            found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0), (0, 0))) for each in found]
+            rest: list[Any] = [0.0] * len(found)
             if meta.prompts is not None:
                 queries = _tiles(q, shape, cut.tile)
-                rest = prompts.attend(
+                of_prompts = prompts.attend(
                     queries,
                     pool,
                     meta.prompts.bounds,
@@ -181,26 +182,33 @@ class TpuBackend:
                     sinks,
                     cut=cut,
                     **static,
-                )[:, :, :n_tokens, : shape.head_dim]
-                rest = jnp.where(token < meta.prompts.bounds[1], rest.transpose(2, 0, 1, 3).reshape(q.shape), 0.0)
-            out = jnp.where(token < bounds[cuts.cores(shape)], out, rest)
-            return out.astype(q.dtype), pool
+                )[:, :, :n_tokens]
+                of_prompts = of_prompts.transpose(2, 0, 1, 3).reshape(n_tokens, shape.num_heads, -1)
+                rest = [of_prompts[..., : shape.head_dim], of_prompts[..., -1:]]
+                rest = [jnp.where(token < meta.prompts.bounds[1], each, 0.0) for each in rest]
+            is_decode = token < bounds[cuts.cores(shape)]
+            out, *lse = (jnp.where(is_decode, *each) for each in zip(found, rest, strict=False))
+            return (PartialAttention(out.astype(q.dtype), lse[0][..., 0]) if lse else out.astype(q.dtype)), pool
 
 
-def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut, *, longer: bool) -> TpuMetadata:
+def _prepare(
+    batch: AttentionBatch, shape: AttentionShape, cut: Cut, part: jax.Array | int, *, longer: bool
+) -> TpuMetadata:
     offsets, kv_lens, n_tokens = batch.query_offsets, batch.kv_lens, batch.positions.shape[0]
     lengths = jnp.diff(offsets)
     is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
     n_decodes = jnp.sum(is_decode)
+    which = [jnp.int32(part)[None]] if shape.slot_parts > 1 else []
 
     def decode_bounds(window: int | None) -> jax.Array:
         lengths = visited(kv_lens, window, shape.block_size)
-        ends = jnp.cumsum(-(-lengths // cut.unit_slots) * is_decode, dtype=jnp.int32)  # in units
+        each = cut.unit_slots * shape.slot_parts  # positions of a unit
+        ends = jnp.cumsum(-(-lengths // each) * is_decode, dtype=jnp.int32)  # in units
         parts = cuts.cores(shape)
         begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
         begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
         units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
-        return jnp.concatenate([begins, units])
+        return jnp.concatenate([begins, units, *which])
 
     def of_prompts() -> PromptMetadata:
         tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
@@ -209,7 +217,7 @@ def _prepare(batch: AttentionBatch, shape: AttentionShape, cut: Cut, *, longer: 
         tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
         n_chunks = jnp.sum(lengths > 0, dtype=jnp.int32)
         return PromptMetadata(
-            bounds=jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]),
+            bounds=jnp.concatenate([jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]), *which]),
             offsets=jnp.pad(offsets, (0, 1), mode="edge"),
             tile_chunks=tile_chunks.reshape(-1),
         )
@@ -268,7 +276,7 @@ def _with_room(new: TpuPool, shape: AttentionShape) -> TpuPool:
     if new.scales is None:
         return TpuPool(kv)
     scales = new.scales.swapaxes(1, 2)  # [2, K, T]
-    length = round_up(size + n_tokens + round_up(size, LANES) + LANES, LANES)
+    length = round_up(2 * size - shape.local_slots + n_tokens + round_up(size, LANES) + LANES, LANES)
     padding = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
     return TpuPool(kv, jnp.pad(scales, ((0, 0), *padding)))
 

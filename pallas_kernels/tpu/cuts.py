@@ -83,7 +83,7 @@ def cut(shape: AttentionShape, n_tokens: int) -> Cut:
 
 def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
     """The same sizes in whole blocks, with tiles no larger than the bucket."""
-    size = shape.block_size
+    size = shape.local_slots
     return wanted._replace(
         unit_slots=max(1, wanted.unit_slots // size) * size,
         tile=min(wanted.tile, round_up(n_tokens, 16 if n_tokens <= LANES else LANES)),
@@ -100,7 +100,7 @@ def by_rule(shape: AttentionShape) -> Cut:
     """
     fit = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
     slots = max((256, 128), key=lambda slots: slots * min(4, fit // slots))
-    slots = max(shape.block_size, min(slots, fit))
+    slots = max(shape.local_slots, min(slots, fit))
     is_exact = operand_dtype(shape) != BFLOAT16
     rows = 256 if is_exact else 512
     of_head = 2 * head_span(shape) * shape.pool_dtype.itemsize
@@ -116,7 +116,7 @@ def by_rule(shape: AttentionShape) -> Cut:
 
 def part_of_tile(shape: AttentionShape, cut: Cut) -> Part:
     """The largest part within the cut's limits that divides a tile and a step's slots."""
-    most, tile, size = max(16, cut.part_rows), cut.tile, shape.block_size
+    most, tile, size = max(16, cut.part_rows), cut.tile, shape.local_slots
     tokens = next(n for n in range(min(tile, most) // 16 * 16, 0, -16) if tile % n == 0)
     members = 1
     if tokens == tile:

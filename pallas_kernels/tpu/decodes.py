@@ -33,7 +33,9 @@ from pallas_kernels.tpu.layout import (
     across,
     dot,
     lanes_of,
+    log_sum,
     operand_dtype,
+    positions_of,
     scale_rows,
     score_factor,
     slot_tile,
@@ -54,7 +56,7 @@ class _DecodeScratch(NamedTuple):
     new: TpuPool  # [B, 2, slot_tile, lanes] and [B, 2, scale_rows, block_size]
     rows: Any  # [2 * B, ...]
     out: Any  # [B, group, lanes]
-    maximum: Any  # [groups, rows, 128], equal in all lanes: after the last unit
+    maximum: Any  # [1, groups, rows, 128], equal in all lanes: after the last unit; of slot parts, after each
     total: Any  # [units, groups, rows, 128], equal in all lanes: after each unit
     acc: Any  # [units, groups, rows, lanes of a group]: after each unit
     block_sems: Any  # [2, units]
@@ -87,7 +89,8 @@ class _DecodeKernel:
         pool: TpuPool,
         scratch: _DecodeScratch,
     ):
-        shape, size = self.shape, self.shape.block_size
+        shape, size, local, parts = self.shape, self.shape.block_size, self.shape.local_slots, self.shape.slot_parts
+        first_slot = 0 if parts == 1 else bounds[2 * cores(shape) + 1] * local
         kv_buf, scale_buf = scratch.blocks
         new_buf, new_scale_buf = scratch.new
         row_buf, out_buf, total, acc = scratch.rows, scratch.out, scratch.total, scratch.acc
@@ -95,7 +98,8 @@ class _DecodeKernel:
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
         slots, tile, window = self.slots, slot_tile(shape.pool_dtype), self.window
-        blocks, operand, factor = slots // size, operand_dtype(shape), score_factor(self.scale, shape)
+        blocks, operand, factor = slots // local, operand_dtype(shape), score_factor(self.scale, shape)
+        span = slots * parts  # positions of a unit
 
         def in_ring(row, n):
             """The place of a row in n buffers, a power of 2."""
@@ -107,7 +111,7 @@ class _DecodeKernel:
 
         def after(row, step):
             """The unit after this one; past the last row, the same one."""
-            ends = (step + 1) * slots >= length(row)
+            ends = (step + 1) * span >= length(row)
             return jnp.where(ends, jnp.minimum(row + 1, high), row), jnp.where(ends, 0, step + 1)
 
         def block_of(row, column):
@@ -130,7 +134,9 @@ class _DecodeKernel:
                 def _(b=b, column=column):
                     block = block_of(row, column)
                     sem = scratch.block_sems.at[side, unit]
-                    act(pltpu.make_async_copy(pool.kv.at[block], kv_buf.at[side, unit, :, pl.ds(b * size, size)], sem))
+                    act(
+                        pltpu.make_async_copy(pool.kv.at[block], kv_buf.at[side, unit, :, pl.ds(b * local, local)], sem)
+                    )
                     if pool.scales is not None:
                         act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, unit, b], sem))
 
@@ -143,6 +149,15 @@ class _DecodeKernel:
                 row, step = after(row, step)
             return started, (row, step)
 
+        def held(position):
+            """A position's slot here, or one of its block; that or -1; and the slots up to the position."""
+            if parts == 1:
+                return position, position, position + 1
+            column, offset = lax.div(position, size) * local, lax.rem(position, size) - first_slot
+            slot = column + jnp.clip(offset, 0, local - 1)
+            own = jnp.where((offset >= 0) & (offset < local), slot, -1)
+            return slot, own, column + jnp.clip(offset + 1, 0, local)
+
         def of_ring(row, act):
             """Call `act` with every copy that stores a row's results."""
             ring = in_ring(row, rings)
@@ -153,7 +168,7 @@ class _DecodeKernel:
             ring = in_ring(row, rings)
             last = length(row) - 1
             block = block_of(row, lax.div(last, size))
-            inside = lax.rem(last, size)
+            inside = lax.rem(held(last)[0], local)
             place = pl.ds(pl.multiple_of(inside - lax.rem(inside, tile), tile), tile)
             act(pltpu.make_async_copy(new_buf.at[ring], pool.kv.at[block, :, place], scratch.new_sems.at[ring]))
             if pool.scales is not None:
@@ -162,15 +177,15 @@ class _DecodeKernel:
         def add_token(side, row, step, unit):
             """Put the row's token into its slot, here and in the pool; zero the values after it."""
             ring = in_ring(row, rings)
-            slot = length(row) - 1 - step * slots
+            slot, own, seen = held(length(row) - 1 - step * span)
             first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
             index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
             token = row_buf[in_ring(row, 2 * rings)]  # [R, lanes]
             for half in range(2):
-                held = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
-                new = jnp.where(index == slot, token[group + half : group + half + 1], held)
+                old = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
+                new = jnp.where(index == own, token[group + half : group + half + 1], old)
                 if half == 1:
-                    new = jnp.where(index > slot, 0.0, new)  # unwritten slots may be NaN, and 0 * NaN is NaN
+                    new = jnp.where(index >= seen, 0.0, new)  # unwritten slots may be NaN, and 0 * NaN is NaN
                 new = new.astype(kv_buf.dtype)
                 kv_buf[side, unit, half, pl.ds(first, tile)] = new
                 new_buf[ring, half] = new
@@ -181,12 +196,14 @@ class _DecodeKernel:
 
             lax.fori_loop(lax.div(first, tile) + 1, slots // tile, clear, None)
             if scale_buf is not None:
-                self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot)
+                self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot, own)
             of_new(row, lambda copy: copy.start())
 
         def clear_unseen(side, row, unit):
             """Zero the values before the window, which may be NaN."""
             unseen = length(row) - window
+            if parts > 1:
+                unseen = jnp.clip(unseen - first_slot, 0, local)
 
             def clear(i, _):
                 place = pl.ds(pl.multiple_of(i * tile, tile), tile)
@@ -214,13 +231,14 @@ class _DecodeKernel:
             if scale_buf is not None:
                 scores *= self._scales_of_rows(scale_buf, side, unit, 0, place)
             scores = soft_capped(scores, shape)
-            position = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + step * slots
+            position = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            position = positions_of(position, shape, first_slot) + step * span
             if slopes is not None:
                 scores += across(slopes[which], slots) * (position - (length(row) - 1)).astype(jnp.float32)
-            held = position < length(row)
+            seen = position < length(row)
             if window is not None:
-                held &= position >= length(row) - window
-            return jnp.where(held, scores, LOWEST), held
+                seen &= position >= length(row) - window
+            return jnp.where(seen, scores, LOWEST), seen
 
         def weighted(side, unit, which, scores, held):
             """Maximum, sum [rows, 128] and weighted values of one unit."""
@@ -250,20 +268,27 @@ class _DecodeKernel:
             lanes, last = groups[which].lanes, units - 1
             scores = [scores_of(side, row, step, unit, which, mask) for unit, (row, step) in enumerate(here)]
             sums = [weighted(side, unit, which, *scores[unit]) for unit in range(units)]
-            state = scratch.maximum[which], total[last, which], acc[last, which, :, :lanes]
+            state = scratch.maximum[last if parts > 1 else 0, which], total[last, which], acc[last, which, :, :lanes]
             for unit, (_, step) in enumerate(here):
                 state = merge(step, which, state, *sums[unit])
                 total[unit, which], acc[unit, which, :, :lanes] = state[1:]
-            scratch.maximum[which] = state[0]
+                if parts > 1 or unit == last:
+                    scratch.maximum[unit if parts > 1 else 0, which] = state[0]
 
         def finish(row, unit, masks):
             """Store a row's result: of each row of a group, the lanes of its head."""
             ring = in_ring(row, rings)
             for which, place in enumerate(groups):
-                result = acc[unit, which, :, : place.lanes] / across(total[unit, which], place.lanes)
-                for j in range(group):
-                    mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
-                    out_buf[ring, j : j + 1, place.start : place.start + place.lanes] = mine
+                sums, results = total[unit, which], []
+                if parts > 1:
+                    results = [across(log_sum(scratch.maximum[unit, which], sums), place.lanes)]
+                    sums = jnp.where(sums > 0, sums, 1.0)
+                results = [acc[unit, which, :, : place.lanes] / across(sums, place.lanes), *results]
+                for i, result in enumerate(results):
+                    for j in range(group):
+                        mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
+                        line = i * group + j
+                        out_buf[ring, line : line + 1, place.start : place.start + place.lanes] = mine
             pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]).start()
 
         def iteration(i, carry):
@@ -275,7 +300,7 @@ class _DecodeKernel:
             for unit, (row, step) in enumerate(here):
                 if window is not None:
                     pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
-                ends = (row < high) & ((step + 1) * slots >= length(row))
+                ends = (row < high) & ((step + 1) * span >= length(row))
 
                 @pl.when(ends & (row - low >= rings))
                 def _(row=row):
@@ -290,7 +315,7 @@ class _DecodeKernel:
                 add_units(side, here, which, mask)
             for unit, (row, step) in enumerate(here):
 
-                @pl.when((row < high) & ((step + 1) * slots >= length(row)))
+                @pl.when((row < high) & ((step + 1) * span >= length(row)))
                 def _(row=row, unit=unit):
                     finish(row, unit, masks)
 
@@ -307,15 +332,15 @@ class _DecodeKernel:
 
     def _scales_of_rows(self, scale_buf: Any, side: jax.Array, unit: int, half: int, place: HeadGroup) -> jax.Array:
         """The scales of a unit's slots for each row's head: float32[rows, slots]."""
-        blocks = self.slots // self.shape.block_size
+        blocks = self.slots // self.shape.local_slots
         heads = slice(place.first, min(place.first + place.heads, scale_buf.shape[-2]))
         by_head = jnp.concatenate([scale_buf[side, unit, b, half, heads] for b in range(blocks)], axis=1)
         return scales_by_row(by_head, place, self.shape)
 
-    def _add_scales(self, scale_buf, new_scale_buf, token, side, unit, ring, slot) -> None:
+    def _add_scales(self, scale_buf, new_scale_buf, token, side, unit, ring, slot, own) -> None:
         """Store the scales of a row's token in its block, here and in the output buffer."""
-        size = self.shape.block_size
-        block, inside = lax.div(slot, size), lax.rem(slot, size)
+        size = self.shape.local_slots
+        block, inside = lax.div(slot, size), lax.rem(own, size)
         rows, lanes = scale_buf.shape[-2], token.shape[1]
         head = lax.broadcasted_iota(jnp.int32, (rows, lanes), 0)
         lane = lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
@@ -353,16 +378,19 @@ def attend(
     Args:
       rows: float32[C, group + 2 or + 4, lanes]. Queries, key and value of each row's token; their scales, if any,
         repeated along the lanes of their head.
-      bounds: int32[2 * cores + 1]. First row of each core, the end, and the number of units of each core.
+      bounds: int32[2 * cores + 1]. First row of each core, the end, and the number of units of each core. With several
+        `slot_parts`, which of them this is comes after.
       kv_lens: int32[C + 1]. The last entry belongs to no row.
       tables: int32[C * max_blocks].
       slopes: ALiBi slopes [N], if shape.alibi.
       sinks: their scores [N], if shape.sinks.
 
     Returns:
-      (float32[C, group, lanes], pool); rows past the last decode hold arbitrary values.
+      (float32[C, group, lanes], pool); rows past the last decode hold arbitrary values. With several `slot_parts` it is
+      [C, 2 * group, lanes]: then come the logarithms of the sums, in all lanes of a head.
     """
-    n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.block_size, shape.pool_dtype
+    n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.local_slots, shape.pool_dtype
+    several = shape.slot_parts > 1
     groups = head_groups(shape)
     state, rings = (len(groups), groups[0].rows), buffers(units)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -380,7 +408,7 @@ def attend(
     return pl.pallas_call(
         _DecodeKernel(shape=shape, scale=scale, window=window, units=units, slots=slots),
         out_shape=(
-            jax.ShapeDtypeStruct((n_chunks, shape.group, lanes), jnp.float32),
+            jax.ShapeDtypeStruct((n_chunks, shape.group * (1 + several), lanes), jnp.float32),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -393,8 +421,8 @@ def attend(
                     blocks=TpuPool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
                     new=TpuPool(scratch(rings, 2, slot_tile(dtype), lanes, dtype=dtype), scales(rings)),
                     rows=scratch(2 * rings, *rows.shape[1:]),
-                    out=scratch(rings, shape.group, lanes),
-                    maximum=scratch(*state, LANES),
+                    out=scratch(rings, shape.group * (1 + several), lanes),
+                    maximum=scratch(units if several else 1, *state, LANES),
                     total=scratch(units, *state, LANES),
                     acc=scratch(units, *state, groups[0].lanes),
                     block_sems=pltpu.SemaphoreType.DMA((2, units)),

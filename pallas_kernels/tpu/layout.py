@@ -96,6 +96,25 @@ def soft_capped(scores: jax.Array, shape: AttentionShape) -> jax.Array:
     return scores if shape.soft_cap is None else shape.soft_cap * jnp.tanh(scores)
 
 
+def positions_of(slots: jax.Array, shape: AttentionShape, first_slot: Any) -> jax.Array:
+    """Positions of a device's slots of some blocks in a row, counted from the first block's.
+
+    Args:
+      slots: int32, their numbers among the device's.
+      first_slot: the first of those of a block that the device holds.
+    """
+    if shape.slot_parts == 1:
+        return slots
+    # Vectors have no division of integers; this one is exact for so few slots.
+    block = jnp.floor((slots.astype(jnp.float32) + 0.5) / shape.local_slots).astype(jnp.int32)
+    return slots + block * (shape.block_size - shape.local_slots) + first_slot
+
+
+def log_sum(maximum: jax.Array, total: jax.Array) -> jax.Array:
+    """The logarithm of `total` times exp(maximum); `LOWEST` for an empty softmax."""
+    return jnp.where(total > 0, maximum + jnp.log(jnp.where(total > 0, total, 1.0)), LOWEST)
+
+
 def visited(kv_len: Any, window: Any, block_size: int) -> Any:
     """Slots from the first block that a row's last query sees up to the query: int32."""
     if window is None:

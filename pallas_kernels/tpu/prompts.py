@@ -38,7 +38,9 @@ from pallas_kernels.tpu.layout import (
     dot,
     head_span,
     lanes_of,
+    log_sum,
     operand_dtype,
+    positions_of,
     round_up,
     scale_rows,
     score_factor,
@@ -96,12 +98,20 @@ class _PromptKernel:
         scratch: _PromptScratch,
     ):
         shape, tile, slots, window = self.shape, self.cut.tile, self.cut.tile_slots, self.window
-        size, dim, group = shape.block_size, shape.head_dim, shape.group
+        size, local, devices, dim, group = (
+            shape.block_size,
+            shape.local_slots,
+            shape.slot_parts,
+            shape.head_dim,
+            shape.group,
+        )
+        first_slot = 0 if devices == 1 else bounds[4] * local
+        span = slots * devices  # positions of a step
         kv_buf, scale_buf = scratch.blocks
         q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
         blocks, heads, lanes, part = (
-            slots // size,
+            slots // local,
             shape.num_kv_heads,
             head_span(shape),
             part_of_tile(shape, self.cut),
@@ -134,7 +144,7 @@ class _PromptKernel:
 
         def after(at, head, chunk, step):
             """The next step: the next blocks, chunk, head or tile."""
-            more_steps = (step + 1) * slots <= part_of(at, chunk)[2]
+            more_steps = (step + 1) * span <= part_of(at, chunk)[2]
             more_chunks = chunk < tile_chunks[2 * at + 1]
             more_heads = head + 1 < heads
             new_head = jnp.logical_not(more_steps | more_chunks)
@@ -159,7 +169,7 @@ class _PromptKernel:
                 def _(b=b, column=column):
                     block = block_of(at, chunk, column)
                     source, sem = pool.kv.at[block, :, :, pl.ds(lane_of(head), lanes)], scratch.block_sems.at[side]
-                    act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * size, size)], sem))
+                    act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * local, local)], sem))
                     if pool.scales is not None:
                         act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, b], sem))
 
@@ -232,19 +242,20 @@ class _PromptKernel:
             """Add a step's slots to the sums of the chunk's tokens, part by part."""
 
             def add_slots(i, first, last):
-                unseen = 0 if window is None else jnp.maximum(first - window + 1 - step * slots, 0)
-                seen = jnp.clip(last + 1 - step * slots, 0, slots)
+                unseen = 0 if window is None else jnp.maximum(first - window + 1 - step * span, 0)
+                seen = jnp.clip(last + 1 - step * span, 0, span)
+                each = part.slots * devices  # positions
 
                 def of_slots(j, _):
-                    begin = step * slots + j * part.slots
-                    is_whole = begin + part.slots - 1 <= first
+                    begin = step * span + j * each + first_slot
+                    is_whole = begin + each - size + local - 1 <= first
                     if window is not None:
                         is_whole &= begin > last - window
                     add = partial(add_part, side, at, head, chunk, step, i, j, first, last)
                     pl.when(is_whole)(partial(add, masked=False))
                     pl.when(jnp.logical_not(is_whole))(partial(add, masked=True))
 
-                lax.fori_loop(lax.div(unseen, part.slots), lax.div(seen + part.slots - 1, part.slots), of_slots, None)
+                lax.fori_loop(lax.div(unseen, each), lax.div(seen + each - 1, each), of_slots, None)
 
             each_part(at, chunk, add_slots)
 
@@ -257,9 +268,9 @@ class _PromptKernel:
             """
             rows, held = rows_of(i), pl.ds(pl.multiple_of(j * part.slots, part.slots), part.slots)
             keys, values = kv_buf[side, 0, held].astype(operand), kv_buf[side, 1, held]
-            begin = step * slots + j * part.slots
+            begin = step * span + j * part.slots * devices
             if masked:  # a slot that no token sees may hold NaN, and 0 * NaN is NaN
-                slot = lax.broadcasted_iota(jnp.int32, values.shape, 0) + begin
+                slot = positions_of(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape, first_slot) + begin
                 seen = slot <= last
                 if window is not None:
                     seen &= slot > first - window
@@ -270,7 +281,7 @@ class _PromptKernel:
                 scores *= self._scales_of(scale_buf, side, 0, head, j, part)
             if shape.soft_cap is not None:
                 scores = shape.soft_cap * LOG2_E * jnp.tanh(scores)
-            position = lax.broadcasted_iota(jnp.int32, (1, part.slots), 1) + begin
+            position = positions_of(lax.broadcasted_iota(jnp.int32, (1, part.slots), 1), shape, first_slot) + begin
             if slopes is not None:
                 from_last = (position - part_of(at, chunk)[2]).astype(jnp.float32)
                 scores += self._by_row(slopes, head, i, part) * from_last
@@ -302,6 +313,8 @@ class _PromptKernel:
                 sums = across(total[rows], lanes)
                 result = acc[rows] / jnp.where(sums > 0, sums, 1.0)
                 result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
+                if devices > 1:
+                    result = jnp.concatenate([result, log_sum(maximum[rows] / LOG2_E, total[rows])], axis=1)
                 mine, held = positions(at, chunk, i) >= 0, out_buf[place]
                 out_buf[place] = jnp.where(mine, result, held.reshape(result.shape)).reshape(held.shape)
 
@@ -373,7 +386,7 @@ class _PromptKernel:
 
     def _scales_of(self, scale_buf: Any, side: jax.Array, half: int, head: jax.Array, j: jax.Array, part: Part) -> Any:
         """The scales of a head in the slots of a part: float32[1, slots]."""
-        blocks = part.slots // self.shape.block_size
+        blocks = part.slots // self.shape.local_slots
         return jnp.concatenate([scale_buf[side, j * blocks + b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
 
     def _by_row(self, values: Any, head: jax.Array, i: jax.Array, part: Part) -> jax.Array:
@@ -418,16 +431,19 @@ def attend(
 
     Args:
       q: [K, group, T in whole tiles, out_lanes]: queries by head, zeros past head_dim.
-      bounds: int32[2]. First flat token of these chunks, and one past the last.
+      bounds: int32[4], the first two of which are the first flat token of these chunks, and one past the last. With
+        several `slot_parts`, which of them this is comes after.
       tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.
       slopes: float32[N], if shape.alibi.
       sinks: float32[N], if shape.sinks.
 
     Returns:
-      float32 of the same shape; tokens of other chunks hold arbitrary values.
+      float32 of the same shape; tokens of other chunks hold arbitrary values. With several `slot_parts`, 128 lanes
+      follow that each have the logarithm of the sum.
     """
-    size, lanes, rows = shape.block_size, head_span(shape), shape.group * cut.tile
+    size, lanes, rows = shape.local_slots, head_span(shape), shape.group * cut.tile
     tile, slots = cut.tile, cut.tile_slots
+    given = out_lanes(shape) + (LANES if shape.slot_parts > 1 else 0)
     slopes, sinks = (None if values is None else values * LOG2_E for values in (slopes, sinks))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -437,7 +453,7 @@ def attend(
     scales = None if pool.scales is None else scratch(AHEAD + 1, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
         _PromptKernel(shape=shape, scale=scale, window=window, cut=cut),
-        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], given), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(cores(shape),),
@@ -451,7 +467,7 @@ def attend(
                 _PromptScratch(
                     blocks=TpuPool(scratch(AHEAD + 1, 2, slots, lanes, dtype=shape.pool_dtype), scales),
                     queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
-                    out=scratch(2, shape.group, tile, out_lanes(shape)),
+                    out=scratch(2, shape.group, tile, given),
                     query=scratch(rows, lanes, dtype=operand_dtype(shape)),
                     maximum=scratch(rows, LANES),
                     total=scratch(rows, LANES),

@@ -58,7 +58,8 @@ class _WriteKernel:
         pool: TpuPool,
         scratch: _WriteScratch,
     ):
-        shape, size = self.shape, self.shape.block_size
+        shape, size, local = self.shape, self.shape.block_size, self.shape.local_slots
+        first_slot = 0 if shape.slot_parts == 1 else bounds[4] * local
         leaves = [
             _Leaf(*leaf, axis, slot_tile(shape.pool_dtype) if axis == 0 else LANES)
             for axis, leaf in enumerate(zip(new, pool, scratch.given, scratch.block, strict=True))
@@ -79,10 +80,15 @@ class _WriteKernel:
             return kv_lens[chunk] - (offsets[chunk + 1] - offsets[chunk])
 
         def place(chunk, column):
-            """(block, flat token of its slot 0 plus a block, first and last + 1 slot of the chunk)."""
-            begin = start_of(chunk) - column * size
+            """(block, flat token of its first slot plus a block, first and last + 1 slot of the chunk)."""
+            begin = start_of(chunk) - column * size - first_slot
             block = tables[chunk * shape.max_blocks + column] + first_block[0]
-            return block, offsets[chunk] - begin + size, jnp.maximum(begin, 0), kv_lens[chunk] - column * size
+            return (
+                block,
+                offsets[chunk] - begin + size,
+                jnp.maximum(begin, 0),
+                kv_lens[chunk] - column * size - first_slot,
+            )
 
         def reads(side, chunk, column, act):
             block, token, begin, end = place(chunk, column)
@@ -92,7 +98,7 @@ class _WriteKernel:
                 source = leaf.new.at[:, aligned] if leaf.axis == 0 else leaf.new.at[:, :, aligned]
                 act(pltpu.make_async_copy(source, leaf.given.at[side], scratch.in_sems.at[side]))
 
-                @pl.when((begin > 0) | (end < size))
+                @pl.when((begin > 0) | (end < local))
                 def _(leaf=leaf):
                     act(pltpu.make_async_copy(leaf.pool.at[block], leaf.block.at[side], scratch.in_sems.at[side]))
 
@@ -109,7 +115,7 @@ class _WriteKernel:
                     given = leaf.given[side, half].astype(jnp.float32)
                     length = given.shape[leaf.axis]
                     given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
-                    given = given[:size] if leaf.axis == 0 else given[:, :size]
+                    given = given[:local] if leaf.axis == 0 else given[:, :local]
                     index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
                     held = leaf.block[side, half]
                     merged = jnp.where((index >= begin) & (index < end), given, held.astype(jnp.float32))
@@ -162,9 +168,10 @@ def write(
     Args:
       new: keys and values of the flat tokens in the pool's layout: [2, tokens, lanes] and, for int8, float32
         [2, scale_rows, tokens]. One block of padding precedes them, and padding for one block follows.
-      bounds: int32[4]. The last two are the first chunk to write, and one past the last.
+      bounds: int32[4], the last two of which are the first chunk to write, and one past the last. With several
+        `slot_parts`, which of them this is comes after.
     """
-    size, dtype, lanes, rows = shape.block_size, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
+    size, dtype, lanes, rows = shape.local_slots, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     specs = jax.tree.map(lambda _: anywhere, pool)
     n_leaves = len(jax.tree.leaves(pool))

@@ -100,7 +100,7 @@ SPLIT = [
 def test_slots_of_blocks_in_several_parts(
     harness, subject, parts, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi
 ):
-    if subject != "xla":
+    if subject in ("cpu", "gpu"):
         assert backend(subject).supports(harness("xla", parts=parts).shape) == ONE_SLOT_PART
         return
     make = partial(harness, parts=parts)

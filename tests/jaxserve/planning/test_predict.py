@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.planning import model_catalog
 from jaxserve.planning.deployment import programs
+from jaxserve.planning.planner import plan
 from jaxserve.planning.predict import count_parameters, predict, with_buckets
 from sharding import devices, specs
 from tests.jaxserve.planning.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
@@ -319,3 +320,19 @@ def test_devices_of_unknown_speed_keep_the_measured_ladder():
     engine, reason = with_buckets(asked.engine, programs(asked), None)
     assert engine.buckets == (2, 4, 8, 16, 32, 64, 128, 256)
     assert "no cost model for this device" in reason
+
+
+def test_slots_and_tokens_over_an_axis_divide_work(tmp_path) -> None:
+    rules = '[mesh]\ncontext = 4\ntensor = 2\n[pool]\nslots = "context"\n'
+    (tmp_path / "one.toml").write_text(rules)
+    (tmp_path / "tokens.toml").write_text(rules + '[activations]\ntokens = "context"\n')
+    asked = {"model": "llama-3.2-1b", "topology": "v6e:2x4", "max_rows": 1, "slots": 2**18, "buckets": (64,)}
+    plans = [plan(tensor=2, **asked).plan] + [
+        plan(spec=tmp_path / name, **asked).plan for name in ("one.toml", "tokens.toml")
+    ]
+    whole, split, tokens = (each.stages[0] for each in plans)
+    assert [each.pool for each in (split, tokens)] == [whole.pool // 4] * 2
+    for each in (split, tokens):
+        (load,), (alone,) = each.load.attention, whole.load.attention
+        assert (load.slot_ops, load.slot_bytes) == (alone.slot_ops / 4, alone.slot_bytes / 4)
+    assert (split.load.token_ops, tokens.load.token_ops) == (whole.load.token_ops, whole.load.token_ops / 4)

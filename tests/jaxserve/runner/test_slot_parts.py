@@ -101,7 +101,7 @@ def test_a_program_exchanges_attention_twice(rules, more, kind) -> None:
         ('heads = "context"', {}, r"the pool: logical axes 'heads' and 'slots' are both on mesh axis 'context'"),
         ('rows = "context"', {}, r"the pool: logical axes 'rows' and 'slots' are both on mesh axis 'context'"),
         ("", {"block_size": 3}, r"block_size is 3; with slots of the pool on context it must be a multiple of 2"),
-        ("", {"attention": "cpu"}, r"'cpu' cannot serve: slots of a block on several devices; xla serves"),
+        ("", {"attention": "cpu"}, r"'cpu' cannot serve: slots of a block on several devices; xla and tpu serve"),
     ],
 )
 def test_what_does_not_go_with_slots_is_refused(more, changes, message, rules) -> None:
