@@ -124,12 +124,15 @@ def test_replicas_are_served_and_named_when_their_host_is_lost(tmp_path) -> None
             body = json.dumps({"prompt": "It was", "max_tokens": 3, "temperature": 0}).encode()
             call = urllib.request.Request(f"http://127.0.0.1:{http}/v1/completions", body)
             call.add_header("Content-Type", "application/json")
-            streams[0].cancel()
+            for stream in streams:
+                stream.cancel()
             with urllib.request.urlopen(call, timeout=WAIT_SECONDS) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 3
-            streams[0] = stub.GenerateStream(long, timeout=3600.0)
-            next(streams[0])
-            os.kill(it.engine(1), signal.SIGKILL)
+            lost = it.engine(1)
+            streams = [stub.GenerateStream(long, timeout=3600.0) for _ in range(2)]  # answered in a few seconds
+            for stream in streams:
+                next(stream)
+            os.kill(lost, signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(grpc.RpcError, match="UNAVAILABLE") as error:
                     for _ in stream:
