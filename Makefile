@@ -18,7 +18,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel serve test test-groups test-all test-weekly test-aot test-aot-tpu test-aot-tpu-plans test-aot-gpu test-deploy test-clients test-scale test-scale-one bench-guard lint proto docs docs-tables demo-model clean
+.PHONY: help venv wheel serve test test-groups test-alone test-all test-weekly test-aot test-aot-tpu test-aot-tpu-plans test-aot-gpu test-deploy test-clients test-scale test-scale-one bench-guard lint proto docs docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,9 +50,12 @@ test: $(DEV_STAMP) ## run the test suite (ARGS="-k sampler" selects)
 	$(BIN)/python -m pytest $(ARGS)
 
 # The markers of pyproject.toml: every test is in `make test`, here, in test-aot, in test-deploy or in test-weekly.
-GROUPS := not (smoke or weekly or aot or schemas) and (exhaustive or interpret or processes or clients or bench or long)
+GROUPS := not (smoke or weekly or aot or schemas or alone) and (exhaustive or interpret or processes or clients or bench or long)
 test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
 	$(BIN)/python -m pytest -n 2 -m "$(GROUPS)" -rs $(ARGS)
+
+test-alone: $(DEV_STAMP) ## run the tests that nothing may run beside
+	$(BIN)/python -m pytest -n 0 -m alone $(ARGS)
 
 test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment of its own
 	$(BIN)/python -m tests.clients.run $(ARGS)
@@ -70,7 +73,7 @@ test-scale: $(RAY_STAMP) ## serve on a local cluster of Ray
 test-scale-one: $(RAY_STAMP)
 	$(SCALE) -k killed_replica
 
-test-all: test-aot test-deploy test-clients test-scale-one test-groups test ## run every test but for the weekly ones
+test-all: test-aot test-deploy test-clients test-scale-one test-groups test-alone test ## run every test but for the weekly ones
 
 MINUTES ?= 120
 test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` with XLA's optimizations (MINUTES=8: of the soak)

@@ -241,7 +241,7 @@ def test_hosts_answer_as_one_and_replay(checkpoint, hosts, stages, tmp_path) -> 
     given.tokens = outcome["answers"]["tokens"]
     given.reasons = {name: FinishReason(reason) for name, reason in outcome["answers"]["reasons"].items()}
     check_texts(given, constrained(CONSTRAINED, traffic(REQUESTS)[-1][0]))
-    recording = flight_recorder.read(Path(outcome["record"]))
+    recording = flight_recorder.read(Path(outcome["records"][0]))
     found = flight_replay.replay(recording, checkpoint, cache=None, progress=silent)
     assert found.iterations == len(recording.entries) > 100
     assert found.unanswered == 0

@@ -288,6 +288,7 @@ MOST = {"health": 20, "gRPC health": 20, "completion": 50, "gRPC completion": 50
 
 
 @pytest.mark.processes
+@pytest.mark.alone
 def test_no_call_delays_another() -> None:
     """The table that `python -m tests.server.front_attack` prints, in short."""
     with front_attack.served() as ports:
