@@ -90,7 +90,7 @@ class Cable:
                 near = self._listening.accept()[0]
                 try:
                     far = socket.create_connection(("127.0.0.1", self._to))
-                except ConnectionRefusedError:  # nobody listens yet; who has called will call again
+                except OSError:  # nobody listens yet, or any more; who has called will call again
                     near.close()
                     continue
                 self._ends += [near, far]
