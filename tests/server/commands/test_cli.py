@@ -61,6 +61,22 @@ def test_what_is_unknown_gets_a_hint(command: str, told: str, capsys: pytest.Cap
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module", ["jaxserve", "rich.console", "server.commands.flags"])
+def test_ctrl_c_during_imports_shows_no_traceback(module: str) -> None:
+    """What the console script does, with a Ctrl-C as it begins to import a module."""
+    code = (
+        "import os, signal, sys\n"
+        "class Press:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == sys.argv[1]: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from server.commands.entry import main\n"
+        "sys.meta_path.insert(0, Press())\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, module], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "jaxserve: interrupted\n")
+
+
 def test_hints_lead_to_what_there_is() -> None:
     (commands,) = (action.choices for action in cli.parser()._actions if action.choices)
     assert isinstance(commands, dict)

@@ -1,0 +1,33 @@
+"""The console script `jaxserve`. It imports nothing of ours before it is ready for Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> int:
+    """Runs the command line, and returns its exit code (see `cli.main`).
+
+    Python raises an exception at Ctrl-C. While it imports modules, or ends, that would be shown as a traceback: the
+    process ends at once instead.
+    """
+    own = signal.getsignal(signal.SIGINT)
+    at_once = _end if own is signal.default_int_handler else own  # it may be ignored, as in the background of a script
+    signal.signal(signal.SIGINT, at_once)
+    from server.commands import cli
+
+    try:
+        signal.signal(signal.SIGINT, own)
+        return cli.main()
+    except KeyboardInterrupt:  # before the command began
+        _end()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, at_once)
+
+
+def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+    os.write(2, b"jaxserve: interrupted\n")
+    os._exit(128 + number)
