@@ -7,15 +7,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.samples import Sample
 
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
+from server import vllm_metrics
 from server.call import Observer, RequestTiming
 from server.engine_client import EngineNotReady
 from server.errors import ApiError, ErrorKind
+from server.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
     from jaxserve.stats import IterationRecord
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _HELD = 20_000  # iterations kept until `drain` counts them; more than an engine runs in between
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _HOST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
 
@@ -46,7 +48,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "iterations": ("iterations", "Iterations run.", None),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed.", None),
     "generated_tokens": ("generated_tokens", "Tokens generated.", "generation_tokens"),
     "cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
     "drafted_tokens": ("drafted_tokens", "Tokens drafted by speculation.", "spec_decode_num_draft_tokens"),
@@ -96,7 +98,17 @@ _HISTOGRAMS = {
         "request_prefill_time_seconds",
     ),
     "decode_seconds": ("Time from the first token to the last.", _SECONDS, "request_decode_time_seconds"),
+    "time_per_output_token_seconds": (
+        "Mean time between two tokens of a request; 0 for one token.",
+        _TOKEN_SECONDS,
+        "request_time_per_output_token_seconds",
+    ),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS, "request_prompt_tokens"),
+    "request_computed_tokens": (
+        "Prompt tokens of a request that were not in the prefix cache.",
+        _TOKENS,
+        "request_prefill_kv_computed_tokens",
+    ),
     "request_generation_tokens": ("Generated tokens of a request.", _TOKENS, "request_generation_tokens"),
     "request_max_tokens": ("Most tokens that a request asks for.", _TOKENS, "request_params_max_tokens"),
     "iteration_seconds": ("Time of one iteration, host and device.", _SECONDS, None),
@@ -120,6 +132,9 @@ class Metrics(Observer):
       model: the value of the label model_name.
       healthy: whether the engine serves.
       outstanding_seconds: estimated seconds of work that live requests bring.
+
+    Attributes:
+      http: counts the calls over HTTP.
     """
 
     def __init__(
@@ -133,6 +148,10 @@ class Metrics(Observer):
         self._engine, self._model, self._healthy = engine, model, healthy
         self._outstanding_seconds = outstanding_seconds
         self._registry = CollectorRegistry()
+        self.http = HttpMetrics(self._registry)
+        ProcessCollector(registry=self._registry)  # of this process; the engine's is another
+        self._drafts = 0
+        self._accepted: Counter[int] = Counter()  # drafted tokens that were chosen, by their place in the draft
         self._iterations: deque[IterationRecord] = deque(maxlen=_HELD)
         self._histograms = {
             # Not in the registry: `collect` yields it under both of its names.
@@ -163,6 +182,7 @@ class Metrics(Observer):
                 self._observe("prefill_seconds", timing.first_token - timing.began)
         else:
             self._observe("inter_token_latency_seconds", gap / count)
+            self._accepted.update(range(count - 1))  # an iteration's tokens: those of the draft, and one
 
     def ended(self, timing: RequestTiming, completion: Completion) -> None:
         self._ended[completion.finish_reason] += 1
@@ -174,7 +194,10 @@ class Metrics(Observer):
         ):
             assert timing.first_token is not None
             self._observe("e2e_request_latency_seconds", timing.last_token - timing.call.arrival)
-            self._observe("decode_seconds", timing.last_token - timing.first_token)
+            decode, gaps = timing.last_token - timing.first_token, len(completion.token_ids) - 1
+            self._observe("decode_seconds", decode)
+            self._observe("time_per_output_token_seconds", decode / gaps if gaps > 0 else 0.0)
+            self._observe("request_computed_tokens", completion.prompt_tokens - completion.cached_tokens)
 
     def refused(self, call_id: str, refusal: ApiError) -> None:
         self._refusals[refusal.kind] += 1
@@ -192,6 +215,8 @@ class Metrics(Observer):
             self._observe("iteration_host_seconds", host)
             self._observe("iteration_seconds", host + record.wait_s)
             self._observe("iteration_tokens", record.num_tokens)
+            if record.plan.drafts:
+                self._drafts += sum(chunk.samples > 1 for chunk in record.plan.chunks)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -232,53 +257,41 @@ class Metrics(Observer):
         text = "Share of the slots that requests hold."
         yield self._figure(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, held)
         with contextlib.suppress(EngineNotReady):
-            yield self._cache_config()
+            report, prefix_cache = self._engine.report, self._engine.config.prefix_cache
+            yield vllm_metrics.cache_config(self._model, report, prefix_cache=prefix_cache)
+            accepted = [self._accepted[place] for place in range(self._engine.config.draft_tokens)]
+            yield from vllm_metrics.families(
+                self._model, load, block_size=report.block_size, drafts=self._drafts, accepted=accepted
+            )
         for name, histogram in self._histograms.items():
             for metric in histogram.collect():
                 yield metric
                 if (alias := _HISTOGRAMS[name][2]) is not None:
-                    yield _renamed(metric, f"vllm:{alias}")
+                    yield vllm_metrics.renamed(metric, f"vllm:{alias}")
         yield from self._by_reason()
 
     def _figure(self, kind: Any, name: str, text: str, value: float) -> Metric:
-        family = kind(name, text, labels=("model_name",))
-        family.add_metric((self._model,), value)
+        more = vllm_metrics.ENGINE if name.startswith("vllm:") else {}
+        family = kind(name, text, labels=("model_name", *more))
+        family.add_metric((self._model, *more.values()), value)
         return family
-
-    def _cache_config(self) -> Metric:
-        report = self._engine.report
-        blocks = report.slots * report.replicas // report.block_size
-        labels = {"block_size": report.block_size, "num_gpu_blocks": blocks}
-        text = "Slots of a block, and blocks of the prefix cache, as labels."
-        info = GaugeMetricFamily("vllm:cache_config_info", text, labels=("model_name", *labels))
-        info.add_metric((self._model, *map(str, labels.values())), 1.0)
-        return info
 
     def _by_reason(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "jaxserve_requests", "Requests that ended, by how.", labels=("model_name", "finish_reason")
         )
         successes = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by how.", labels=("model_name", "finished_reason")
+            "vllm:request_success", "Requests that ended, by how.", labels=("model_name", "engine", "finished_reason")
         )
         theirs: Counter[str] = Counter()
         for reason, name in _FINISHED.items():
             requests.add_metric((self._model, reason.value if reason is not None else "cut short"), self._ended[reason])
             theirs[name] += self._ended[reason]
         for name, count in theirs.items():
-            successes.add_metric((self._model, name), count)
+            successes.add_metric((self._model, *vllm_metrics.ENGINE.values(), name), count)
         refusals = CounterMetricFamily(
             "jaxserve_refusals", "Calls that ended without an answer, by why.", labels=("model_name", "reason")
         )
         for kind, count in self._refusals.items():
             refusals.add_metric((self._model, kind.value), count)
         yield from (requests, successes, refusals)
-
-
-def _renamed(metric: Metric, name: str) -> Metric:
-    renamed = Metric(name, metric.documentation, metric.type)
-    renamed.samples = [
-        Sample(name + sample.name.removeprefix(metric.name), sample.labels, sample.value, sample.timestamp)
-        for sample in metric.samples
-    ]
-    return renamed

@@ -27,6 +27,7 @@ from server.http.embeddings import EmbeddingsEndpoint
 from server.http.listener import host_of
 from server.http.schemas import DetokenizeBody, TokenizeBody
 from server.http.score import Scoring
+from server.http_metrics import CountedRoute
 from server.live import LiveStats
 from server.metrics import CONTENT_TYPE, Metrics
 
@@ -86,6 +87,9 @@ def make_app(handler: RequestHandler, metrics: Metrics, live: LiveStats) -> Star
         exception_handlers={HTTPException: _no_route},
     )
     app.router.redirect_slashes = False
+    for each in app.routes:
+        if isinstance(each, Route) and isinstance(each.endpoint, Endpoint) and "POST" in (each.methods or ()):
+            each.app = CountedRoute(each.app, each.path, metrics.http)
     described = openapi.description(app.routes, handler.version)
 
     async def describe(_: Request) -> Response:
