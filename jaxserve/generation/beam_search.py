@@ -24,6 +24,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 MAX_WIDTH = MAX_LOGPROBS // 2
 FIELDS = ("use_beam_search", "n", "best_of", "length_penalty", "early_stopping")
+_NEUTRAL = {"length_penalty": 1.0, "early_stopping": False}  # clients send these without a search, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +69,8 @@ def parse_beam_params(fields: Mapping[str, Any]) -> BeamParams | None:
     """
     given = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     if not given.pop("use_beam_search", False):
-        for name in ("length_penalty", "early_stopping"):
-            if name in given:
+        for name, neutral in _NEUTRAL.items():
+            if given.get(name, neutral) != neutral:
                 raise InvalidRequest(name, "is for beam search; set use_beam_search as well")
         return None
     n = given.pop("n", 1)

@@ -181,7 +181,8 @@ def test_a_search_that_cannot_be_is_refused(fields, field, message):
 
 def test_fields_of_a_search_need_one():
     assert parse_beam_params({"n": 3, "best_of": 100, "use_beam_search": None}) is None
-    for name, value in (("length_penalty", 1.0), ("early_stopping", False)):
+    assert parse_beam_params({"length_penalty": 1.0, "early_stopping": False}) is None
+    for name, value in (("length_penalty", 0.5), ("early_stopping", True)):
         with pytest.raises(InvalidRequest, match=f"{name}: is for beam search"):
             parse_beam_params({name: value})
     assert parse_beam_params({"use_beam_search": True, "n": 3}) == BeamParams(width=3, n=3)

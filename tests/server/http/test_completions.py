@@ -197,7 +197,7 @@ def test_a_beam_search(serve_http: Serve) -> None:
             ("echo", {"echo": True}),
             ("stop", {"stop": "x"}),
             ("n", {"n": 11, "best_of": None}),
-            ("length_penalty", {"use_beam_search": False, "length_penalty": 1.0}),
+            ("length_penalty", {"use_beam_search": False, "length_penalty": 2.0}),
             ("early_stopping", {"early_stopping": "never"}),
         ):
             status, refused = await post(it, PATH, **({"prompt": "abc"} | beams | wrong))

@@ -44,6 +44,9 @@ HARMLESS: dict[str, Any] = {
     "n": 1,
     "best_of": 1,
     "echo": False,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
     "include_stop_str_in_output": False,
 }
 UNLIKE: dict[str, Any] = {
