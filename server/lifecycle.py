@@ -84,15 +84,15 @@ class ServerLifecycle:
         self._ports: tuple[int, int | None] = (0, None)
 
     async def listen(self) -> None:
-        """Opens the ports and installs signal handlers. Raises UserError if a port cannot be opened."""
+        """Installs signal handlers and opens the ports. Raises UserError if a port cannot be opened."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
         host, port, http_port = self.settings.host, self.settings.port, self.settings.http_port
         try:
             self._ports = await self.app.start(host, port, http_port)
         except (RuntimeError, OSError) as problem:
             raise UserError(f"cannot listen on {address(host, port)} and {http_port}: {problem}") from None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
         if self.stopping.is_set():

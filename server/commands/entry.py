@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import Any
 
 
 def main() -> int:
@@ -13,19 +14,25 @@ def main() -> int:
     Python raises an exception at Ctrl-C. While it imports modules, or ends, that would be shown as a traceback: the
     process ends at once instead.
     """
-    own = signal.getsignal(signal.SIGINT)
-    at_once = _end if own is signal.default_int_handler else own  # it may be ignored, as in the background of a script
-    signal.signal(signal.SIGINT, at_once)
+    before = end_at_once()
     from server.commands import cli
 
     try:
-        signal.signal(signal.SIGINT, own)
+        signal.signal(signal.SIGINT, before)
         return cli.main()
     except KeyboardInterrupt:  # before the command began
         _end()
         raise
     finally:
-        signal.signal(signal.SIGINT, at_once)
+        end_at_once()
+
+
+def end_at_once() -> Any:
+    """Lets Ctrl-C end the process from now on, if it raises an exception so far. Returns the handler until then."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # it may be ignored, as in the background of a script
+        signal.signal(signal.SIGINT, _end)
+    return before
 
 
 def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:

@@ -77,6 +77,25 @@ def test_ctrl_c_during_imports_shows_no_traceback(module: str) -> None:
     assert (done.returncode, done.stderr) == (130, "jaxserve: interrupted\n")
 
 
+def test_ctrl_c_while_ports_open_shows_no_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from server.app import ServerApp\n"
+        "start = ServerApp.start\n"
+        "async def pressed(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return await start(*args)\n"
+        "ServerApp.start = pressed\n"
+        "from server.commands.entry import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--http-port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert "never awaited" not in done.stderr
+
+
 def test_hints_lead_to_what_there_is() -> None:
     (commands,) = (action.choices for action in cli.parser()._actions if action.choices)
     assert isinstance(commands, dict)
