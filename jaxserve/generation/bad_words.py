@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -17,12 +18,12 @@ def token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[
     """The token sequences of these strings, without duplicates.
 
     Raises:
-      InvalidRequest: a string has no tokens, or there is no tokenizer.
+      InvalidRequest: a string has no tokens, all have too many, or there is no tokenizer.
     """
     if tokenizer is None:
         raise InvalidRequest("bad_words", "need a tokenizer, and this checkpoint has none; ban tokens by logit_bias")
     sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in dict.fromkeys(words):
         for text in (word.lstrip(), " " + word.lstrip()):
             try:
                 sequence = tuple(tokenizer.encode(text, special_tokens=False))
@@ -31,4 +32,8 @@ def token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[
             if not sequence or not word.strip():
                 raise InvalidRequest("bad_words", f"holds {word[:60]!r}, for which the tokenizer has no token")
             sequences[sequence] = None
+            if (count := sum(map(len, sequences))) > MAX_BAD_WORD_TOKENS:  # others would take long to tokenise
+                raise InvalidRequest(
+                    "bad_words", f"have {count} tokens or more; at most {MAX_BAD_WORD_TOKENS} are allowed"
+                )
     return tuple(sequences)

@@ -12,7 +12,7 @@ from server.call import new_id
 from server.compat import kserve_infer, kserve_messages
 from server.compat.kserve_messages import GenerateBody, HttpInference
 from server.compat.kserve_tensors import Tensor
-from server.errors import ApiError, ErrorKind, invalid
+from server.errors import ApiError, ErrorKind
 from server.grpc.calls import answered, answering, deadline
 from server.handler import RequestHandler
 from server.http.call import Endpoint, HttpCall, HttpError
@@ -90,8 +90,8 @@ class OpenInferenceService(open_inference_grpc_pb2_grpc.GRPCInferenceServiceServ
             async with answering(self._handler, context, new_id()):
                 try:
                     await reading
-                except ExceptionGroup:  # of the iterator: `answer` raises nothing
-                    raise invalid("request", "is not a ModelInferRequest") from None
+                except ExceptionGroup as problems:  # of the iterator: `answer` raises nothing
+                    raise problems.exceptions[0] from None
         finally:
             reading.cancel()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -26,7 +26,7 @@ _FIXED = {FieldDescriptor.CPPTYPE_FLOAT: 4, FieldDescriptor.CPPTYPE_DOUBLE: 8}
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Parses the message of unary-request calls; a wrong one ends in INVALID_ARGUMENT.
+    """Parses the messages of calls; a wrong one ends in INVALID_ARGUMENT.
 
     grpc itself ends them with UNKNOWN, and logs two tracebacks.
 
@@ -45,11 +45,21 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         if (known := self._known.get(name)) is not None:
             return known
         found = await continuation(handler_call_details)
-        if not name.startswith(self._services) or found is None or found.request_streaming:
+        if not name.startswith(self._services) or found is None:
             return found
         # Refusals of interceptors after this one would be kept, so there are none.
         method: Callable[[Any, Any], Awaitable[Any]] = found.unary_stream or found.unary_unary
         parse = found.request_deserializer
+        if found.request_streaming:  # its answers are a stream too
+            answers = found.stream_stream
+
+            async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+                async for answer in answers(self._each(messages, parse), context):
+                    yield answer
+
+            wrapped = grpc.stream_stream_rpc_method_handler(stream, None, found.response_serializer)
+            self._known[name] = wrapped
+            return wrapped
 
         async def call(_messages: Any, context: Any) -> Any:
             async with calls.answering(self._handler, context, new_id()):
@@ -80,6 +90,10 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         if not isinstance(raw, bytes):  # the end of the stream
             raise InvalidRequest("message", "is missing")
         return raw
+
+    async def _each(self, messages: AsyncIterator[bytes], parse: Any) -> AsyncIterator[Any]:
+        async for raw in messages:
+            yield await self._parsed(raw, parse)
 
     async def _parsed(self, raw: bytes, parse: Any) -> Any:
         await offload_if(len(raw) > LONG_BYTES, lambda: check_size(raw, parse.__self__.DESCRIPTOR))

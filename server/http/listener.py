@@ -20,19 +20,43 @@ from server.tls import Tls
 
 MAX_HEADER_BYTES = 32 * 2**10  # of the request line and headers together
 HEADER_SECONDS = 10  # within which they must arrive
+_MAX_HEADERS = 256  # each takes some microseconds, in which nobody else is served; so does a chunk
+_MAX_SMALL_CHUNKS, _LEAST_CHUNK = 256, 256  # chunks of a body beyond the first must have so many bytes on average
 _MAX_CONNECTIONS = 4096
 # Detects a client whose machine has gone, so that its slots are freed.
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 
 class _StrictLines(ReceiveBuffer):
-    """h11's buffer, strict where servers and proxies read lines differently (RFC 9112, 2.2)."""
+    """h11's buffer, strict where servers and proxies read lines differently (RFC 9112, 2.2).
+
+    It also refuses what takes long to read: many headers, or a body in many small chunks.
+    """
+
+    _chunks = _chunked = 0  # of this body, and their bytes
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        line = super().maybe_extract_next_line()  # of a chunk
+        if line is not None:
+            self._chunks += 1
+            if self._chunks > _MAX_SMALL_CHUNKS + self._chunked / _LEAST_CHUNK:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        return line
+
+    def maybe_extract_at_most(self, count: int) -> bytearray | None:
+        piece = super().maybe_extract_at_most(count)
+        if piece is not None:
+            self._chunked += len(piece)
+        return piece
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         before = bytes(self)
         lines = super().maybe_extract_lines()
         if lines is None:
             return None
+        self._chunks = self._chunked = 0
+        if len(lines) > _MAX_HEADERS + 1:
+            raise h11.RemoteProtocolError(f"there are more than {_MAX_HEADERS} headers")
         head = before[: len(before) - len(self)]
         if head.count(b"\n") != head.count(b"\r\n"):
             raise h11.RemoteProtocolError("a line ends without a carriage return")

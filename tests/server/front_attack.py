@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,10 @@ _SHORT = {"prompt": "It was a", "max_tokens": 4, "temperature": 0}
 
 @dataclass(frozen=True)
 class Attack:
-    """A call to repeat: a path of HTTP, or the method of a gRPC service, and the bytes of its body."""
+    """A call to repeat: a path of HTTP, or the method of a gRPC service, and the bytes of its body.
+
+    Without a path the bytes are a whole HTTP call.
+    """
 
     where: str
     body: bytes
@@ -84,6 +88,9 @@ def attacks() -> dict[str, Attack]:
             "/v2/models/demo/infer", inputs=[{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ones}]
         ),
     }
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+    found["chunks of a byte"] = Attack("", head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2_000_000)
+    found["headers"] = Attack("", head + b"a:\r\n" * 1_000_000 + b"\r\n")
     ids = pb.GenerateRequest()
     ids.prompt_token_ids.ids.extend([1] * 4_000_000)
     options = pb.GenerateRequest(prompt="a")
@@ -120,7 +127,15 @@ def attack(it: Attack, ports: tuple[int, int], done: Any, until: Any) -> None:
                 except grpc.RpcError as refusal:
                     done.put(f"{refusal.code().name}: {refusal.details()}"[:150])  # pyright: ignore[reportAttributeAccessIssue]
         return
-    while not until.is_set():
+    while not it.where and not until.is_set():
+        with socket.create_connection(("127.0.0.1", ports[1]), timeout=120) as raw:
+            with contextlib.suppress(ConnectionError):  # it may end before all is sent
+                raw.sendall(it.body)
+            with contextlib.suppress(ConnectionError):
+                done.put(repr(raw.recv(150)))
+                continue
+            done.put("reset")
+    while it.where and not until.is_set():
         connection = http.client.HTTPConnection("127.0.0.1", ports[1], timeout=120)
         with contextlib.closing(connection):
             try:

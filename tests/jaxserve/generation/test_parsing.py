@@ -231,7 +231,7 @@ def test_bad_words_with_and_without_leading_space():
         ([" "], "holds ' ', for which the tokenizer has no token"),
         ([""], "every entry must be a non-empty str"),
         (["a"] * 65, "has 65 entries; at most 64 are allowed"),
-        (["ab" * 200], "have [0-9]+ tokens; at most 256 are allowed"),
+        (["ab" * 200], "have [0-9]+ tokens or more; at most 256 are allowed"),
         (["a" * 2000], "has 2000 characters; at most 1024 are allowed"),
         (7, "must be a string or a list of strings"),
     ],
@@ -240,6 +240,15 @@ def test_bad_words_that_cannot_be_served_are_refused(given, message):
     with pytest.raises(InvalidRequest, match=message) as error:
         parse_request({"prompt": "a", "bad_words": given}, request_id="r", tokenizer=spelling(" ", "a", "b"))
     assert error.value.field == "bad_words"
+
+
+def test_bad_words_are_tokenised_until_there_are_too_many(monkeypatch):
+    encode, seen = Tokenizer.encode, []
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args, **more: seen.append(1) or encode(*args, **more))
+    fields = {"prompt": "a", "bad_words": ["ab" * 60 + "a" * i for i in range(64)]}
+    with pytest.raises(InvalidRequest, match="at most 256 are allowed"):
+        parse_request(fields, request_id="r", tokenizer=spelling(" ", "a", "b"))
+    assert len(seen) < 5
 
 
 def test_bad_words_need_a_tokenizer():

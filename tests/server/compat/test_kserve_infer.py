@@ -196,14 +196,24 @@ def test_a_stream_answers_requests_at_the_same_time(serve: Serve) -> None:
     serve(scenario, held=True)
 
 
-def test_a_stream_ends_at_bytes_that_are_no_message(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b"\xff", "its bytes cannot be parsed"),
+        (b"\x2a\x00" * 70_000, "has more than"),  # inputs without anything
+    ],
+)
+def test_a_stream_ends_at_bytes_that_are_no_message(
+    serve: Serve, raw: bytes, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(it: Served) -> None:
-        stream = it.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b"\xff"]))
-        with pytest.raises(grpc.aio.AioRpcError, match="ModelInferRequest") as caught:
+        stream = it.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([raw]))
+        with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
             await stream.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     serve(scenario)
+    assert not caplog.records
 
 
 def test_a_stream_that_is_left_ends_its_requests(serve: Serve) -> None:

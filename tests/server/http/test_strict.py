@@ -68,6 +68,36 @@ def test_what_others_read_differently_ends_its_connection(serve_port: Serve, sta
     serve_port(scenario)
 
 
+def chunked(size: int, count: int) -> bytes:
+    """A body of spaces and `{}`, in chunks of a size."""
+    pieces = b" " * (size * count - 2) + b"{}"
+    chunks = [b"%x\r\n%s\r\n" % (size, pieces[at : at + size]) for at in range(0, len(pieces), size)]
+    return b"".join([*chunks, b"0\r\n\r\n"])
+
+
+@pytest.mark.parametrize(
+    ("told", "call"),
+    [
+        (b"Invalid HTTP request", HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(1, 3000)),
+        (b"Invalid HTTP request", HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(100, 1000)),
+        (b"Invalid HTTP request", HEAD + b"a:\r\n" * 300 + b"Content-Length: 2\r\n\r\n{}"),
+        (b'"prompt: Field required"', HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(2, 200)),
+        (b'"prompt: Field required"', HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(300, 3000)),
+        (b'"prompt: Field required"', HEAD + b"a:\r\n" * 200 + b"Content-Length: 2\r\n\r\n{}"),
+    ],
+    ids=["chunks of 1", "chunks of 100", "300 headers", "200 chunks", "chunks of 300", "200 headers"],
+)
+def test_pieces_that_are_too_small_are_refused(serve_port: Serve, told: bytes, call: bytes) -> None:
+    """Each takes some microseconds to read, in which nobody else is served."""
+
+    async def scenario(it: Served) -> None:
+        answer = await raw(it, call.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert told in answer
+
+    serve_port(scenario)
+
+
 @pytest.mark.parametrize(
     "host", [b"localhost:1", b"127.0.0.1:8000", b"[::1]:80", b"LOCALHOST", b"a.example", b"A.example:9"]
 )
