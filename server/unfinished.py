@@ -1,4 +1,4 @@
-"""One budget for the bytes of all bodies that have begun to arrive and are not whole."""
+"""One budget for the bytes of all bodies that have begun to arrive and are not parsed yet."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
+from server import errors
+from server.limits import LONG_BYTES
+
 
 class UnfinishedBodies:
     """Bounds the bytes of unfinished bodies: beyond `most`, those that take longest end.
 
-    So callers who send bodies without end take memory only up to a bound, and lose to those whose bodies arrive.
+    So callers who send bodies without end take memory only up to a bound, and lose to those whose bodies arrive. Whole
+    ones count while they wait to be parsed, which takes turns; beyond the bound they are refused.
     """
 
     def __init__(self, most: int) -> None:
@@ -38,7 +42,25 @@ class UnfinishedBodies:
             return
         self._total += size - self._sizes[limit]
         self._sizes[limit] = size
-        while self._total > self._most:
+        self._end_oldest()
+
+    @contextlib.contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Counts a long body while the block parses it. ApiError if there are too many."""
+        if size <= LONG_BYTES:
+            yield
+            return
+        self._total += size
+        try:
+            self._end_oldest()
+            if self._total > self._most:
+                raise errors.queue_full("too many long calls have come at once")
+            yield
+        finally:
+            self._total -= size
+
+    def _end_oldest(self) -> None:
+        while self._total > self._most and self._sizes:
             oldest = next(iter(self._sizes))
             self._total -= self._sizes.pop(oldest)
             oldest.reschedule(asyncio.get_running_loop().time())

@@ -96,7 +96,8 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
             yield await self._parsed(raw, parse)
 
     async def _parsed(self, raw: bytes, parse: Any) -> Any:
-        await offload_if(len(raw) > LONG_BYTES, lambda: check_size(raw, parse.__self__.DESCRIPTOR))
+        with self._unfinished.holding(len(raw)):
+            await offload_if(len(raw) > LONG_BYTES, lambda: check_size(raw, parse.__self__.DESCRIPTOR))
         try:
             return parse(raw)
         except DecodeError:

@@ -106,7 +106,8 @@ class HttpCall:
             value, parsed = json_text.parse(body, model)
             return list(ignored_fields(value, parsed)), parsed
 
-        self.ignored, parsed = await self.offload(parse)
+        with _unfinished.holding(self._size):
+            self.ignored, parsed = await self.offload(parse)
         if self.ignored:
             _ignored_log.add(self.ignored)
         return parsed

@@ -40,6 +40,17 @@ def test_a_message_that_does_not_come_is_not_waited_for(
     serve(scenario)
 
 
+def test_messages_that_wait_to_be_parsed_have_a_budget(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(it: Served) -> None:
+        for size, code in ((70_000, grpc.StatusCode.INVALID_ARGUMENT), (110_000, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await it.stub.Generate(pb.GenerateRequest(prompt="a" * size))
+            assert caught.value.code() is code
+
+    monkeypatch.setattr(receive, "MAX_UNFINISHED_BYTES", 100_000)
+    serve(scenario)
+
+
 def test_unfinished_messages_have_one_budget(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(it: Served) -> None:
         silent: list[Any] = [it.channel.stream_stream(METHODS[0])() for _ in range(19)]

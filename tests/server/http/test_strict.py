@@ -8,7 +8,7 @@ import pytest
 from server.http import call as http_call
 from server.unfinished import UnfinishedBodies
 from tests.server.conftest import Served
-from tests.server.http.http_calls import ask
+from tests.server.http.http_calls import ask, post
 from tests.server.http.test_http import HEAD, PATH, left, raw
 
 Serve = Callable[..., None]
@@ -41,6 +41,20 @@ def test_unfinished_bodies_have_one_budget(serve_port: Serve, monkeypatch: pytes
         assert http_call._unfinished._total == 0
 
     monkeypatch.setattr(http_call, "_unfinished", UnfinishedBodies(100_000))
+    serve_port(scenario)
+
+
+def test_bodies_that_wait_to_be_parsed_have_it_too(serve_port: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(it: Served) -> None:
+        long = {"prompt": "a" * 70_000, "truncate_prompt_tokens": 1, "max_tokens": 1}
+        with http_call._unfinished.holding(150_000):
+            status, answer = await post(it, PATH, **long)
+            assert (status, "too many long calls" in str(answer)) == (429, True)
+            assert (await ask(it, PATH, prompt="abc", max_tokens=1))["choices"][0]["text"] == "a"
+        assert (await ask(it, PATH, **long))["choices"][0]["text"] == "a"
+        assert http_call._unfinished._total == 0
+
+    monkeypatch.setattr(http_call, "_unfinished", UnfinishedBodies(200_000))
     serve_port(scenario)
 
 
