@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import grpc
 
@@ -11,7 +12,8 @@ from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 
 SERVICE = "jaxserve.multihost.Control"
-METHOD = "Follow"
+FOLLOW, COORDINATE = "Follow", "Coordinate"
+LEAVING_SECONDS = 5.0  # for jax to disconnect, over this channel
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),  # scores of a large bucket
     ("grpc.max_send_message_length", -1),
@@ -19,7 +21,7 @@ _OPTIONS = (
 )
 
 # Host 0's side of a stream: takes a worker's messages, returns serialized messages to it.
-Follow = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[bytes]]
+Handler = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[bytes]]
 # A worker's side.
 OpenStream = Callable[[Iterator[pb.FromWorker]], Iterator[pb.FromMaster]]
 
@@ -42,15 +44,22 @@ class ControlChannel:
     def _decide(self, mine: pb.Vote) -> pb.Agreed:
         raise NotImplementedError
 
+    def coordinator(self) -> AbstractContextManager[str]:
+        """The address of jax's coordinator on this host, for a block that joins the job."""
+        raise NotImplementedError
 
-def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
-    """Serve each worker's stream on its own thread. Raises ValueError if the port is taken."""
-    handler = grpc.stream_stream_rpc_method_handler(
-        follow, request_deserializer=pb.FromWorker.FromString, response_serializer=bytes
-    )
-    server = grpc.server(ThreadPoolExecutor(cluster.hosts + 2), options=_OPTIONS)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
-    secrets, address = cluster.secrets, cluster.control
+
+def listen(cluster: ClusterConfig, methods: Mapping[str, Handler]) -> grpc.Server:
+    """Serve each worker's streams on their own threads. Raises ValueError if the port is taken."""
+    handlers = {
+        name: grpc.stream_stream_rpc_method_handler(
+            handler, request_deserializer=pb.FromWorker.FromString, response_serializer=bytes
+        )
+        for name, handler in methods.items()
+    }
+    server = grpc.server(ThreadPoolExecutor(2 * cluster.hosts + 2), options=_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    secrets, address = cluster.secrets, cluster.coordinator
     try:
         if secrets is None:
             server.add_insecure_port(address)
@@ -67,9 +76,9 @@ def listen(cluster: ClusterConfig, follow: Follow) -> grpc.Server:
     return server
 
 
-def connect(cluster: ClusterConfig) -> OpenStream:
-    """Connect to host 0. Raises ValueError if that takes longer than the join timeout."""
-    address, secrets = cluster.control, cluster.secrets
+def connect(cluster: ClusterConfig, method: str = FOLLOW) -> OpenStream:
+    """Connect to host 0 for streams of a method. ValueError after the join timeout."""
+    address, secrets = cluster.coordinator, cluster.secrets
     if secrets is None:
         channel = grpc.insecure_channel(address, options=_OPTIONS)
     else:
@@ -80,7 +89,7 @@ def connect(cluster: ClusterConfig) -> OpenStream:
     except grpc.FutureTimeoutError:
         raise ValueError(f"host 0 cannot be reached at {address} within {cluster.join_timeout:g} s") from None
     return channel.stream_stream(
-        f"/{SERVICE}/{METHOD}",
+        f"/{SERVICE}/{method}",
         request_serializer=pb.FromWorker.SerializeToString,
         response_deserializer=pb.FromMaster.FromString,
     )

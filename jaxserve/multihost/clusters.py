@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 _PORT = 8482  # jax's own; TPUs use 8471 and 8476 themselves
-_FIRST_PORT, _PAIRS = 61_440, 2_047  # above Linux's ephemeral ports; a group takes two, up to 65,533
+_FIRST_PORT, _PORTS = 61_440, 4_095  # above Linux's ephemeral ports
 _THIS_MACHINE = "127.0.0.1"
 _DETECTION_SECONDS = 60  # most seconds for jax to find the coordinator
 
@@ -149,8 +149,8 @@ def _slurm(name: str, variables: _Variables) -> Place:
 
 
 def _free_port(number: int) -> int:
-    """A port that few others take, the same on every host; the next one is free too."""
-    return _FIRST_PORT + 2 * (number % _PAIRS)
+    """A port that few others take, the same on every host."""
+    return _FIRST_PORT + number % _PORTS
 
 
 def _first_node(nodes: str) -> str:

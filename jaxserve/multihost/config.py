@@ -52,7 +52,7 @@ class ClusterConfig:
     Attributes:
       hosts: number of hosts; each has the same number of devices.
       host: this host's number. Host 0 is the master: it schedules, serves clients, and runs its stages.
-      coordinator: HOST:PORT of the master's jax.distributed service. The master listens on this interface only.
+      coordinator: HOST:PORT where the master listens for the other hosts, on this interface only.
       secrets: TLS files; None sends plain text.
       shared_secret: what every host proves to know when it joins.
       local_devices: which of its devices this process uses; None for all.
@@ -61,9 +61,6 @@ class ClusterConfig:
     hosts: int
     host: int
     coordinator: str
-    control_port: int | None = param(
-        None, "port of host 0 for plans", default_help="the port after the coordinator's", metavar="N"
-    )
     join_timeout: float = param(300.0, "how long the hosts wait for each other", metavar="S")
     step_deadline: float | None = param(
         None,
@@ -99,10 +96,8 @@ class ClusterConfig:
         if not 0 <= self.host < self.hosts:
             raise ValueError(f"host-id is {self.host}; with {self.hosts} hosts it must be from 0 to {self.hosts - 1}")
         name, _, port = self.coordinator.rpartition(":")
-        if not name or not port.isdecimal() or not 0 < int(port) < 65535:
+        if not name or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"coordinator is {self.coordinator!r}; it must be HOST:PORT of host 0")
-        if self.control_port is not None and not 0 < self.control_port < 65536:
-            raise ValueError(f"control-port is {self.control_port}; it must be from 1 to 65535")
         for name, value in (
             ("join-timeout", self.join_timeout),
             ("step-deadline", self.step_deadline),
@@ -127,12 +122,6 @@ class ClusterConfig:
           slowest: measured seconds of the slowest bucket.
         """
         return self.step_deadline or max(_LEAST_DEADLINE, _COSTS * slowest)
-
-    @property
-    def control(self) -> str:
-        """HOST:PORT of the control channel."""
-        port = self.control_port or int(self.coordinator.rpartition(":")[2]) + 1
-        return f"{self.interface}:{port}"
 
 
 CLUSTER_PARAMS = params(ClusterConfig)

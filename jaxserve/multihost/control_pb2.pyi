@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared", "join", "replica")
+    __slots__ = ("hello", "reached", "vote", "completed", "heartbeat", "failed", "prepared", "join", "carried", "replica")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class FromWorker(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reached: Reached
@@ -25,11 +26,12 @@ class FromWorker(_message.Message):
     failed: Failed
     prepared: Prepared
     join: Join
+    carried: bytes
     replica: int
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., replica: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reached: _Optional[_Union[Reached, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., carried: _Optional[bytes] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class FromMaster(_message.Message):
-    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge", "profile", "replica")
+    __slots__ = ("welcome", "agreed", "phase", "plan", "heartbeat", "stop", "prepare", "hold", "release", "challenge", "profile", "carried", "replica")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +43,7 @@ class FromMaster(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     agreed: Agreed
@@ -53,8 +56,9 @@ class FromMaster(_message.Message):
     release: Release
     challenge: Challenge
     profile: bool
+    carried: bytes
     replica: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., profile: _Optional[bool] = ..., replica: _Optional[int] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., agreed: _Optional[_Union[Agreed, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., profile: _Optional[bool] = ..., carried: _Optional[bytes] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("field", "value")

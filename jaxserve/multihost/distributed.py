@@ -9,16 +9,19 @@ import threading
 
 import jax
 
+from jaxserve.multihost.channel import LEAVING_SECONDS
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.process_watchdog import end_process
 
 _HEARTBEAT_TIMEOUT = 60  # seconds after which jax itself ends a process; the watchdogs are much faster
 _ADDRESS_TIMEOUT = 30  # seconds to learn another host's address; less than the probe of direct links waits
-_LEAVING = 5.0  # seconds for jax to disconnect
 
 
-def join(cluster: ClusterConfig) -> None:
+def join(cluster: ClusterConfig, coordinator: str) -> None:
     """Join the job and wait for all hosts. Call it before anything uses a device.
+
+    Args:
+      coordinator: the address of jax's coordinator on this host.
 
     Raises:
       ValueError: the coordinator's name does not resolve.
@@ -32,20 +35,20 @@ def join(cluster: ClusterConfig) -> None:
         jax.config.update("jax_cross_host_transfer_timeout_seconds", _ADDRESS_TIMEOUT)
         jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{mine}:0"] * 4))
     jax.distributed.initialize(
-        coordinator_address=cluster.coordinator,
-        coordinator_bind_address=cluster.coordinator,
+        coordinator_address=coordinator,
+        coordinator_bind_address=coordinator,
         num_processes=cluster.hosts,
         process_id=cluster.host,
         local_device_ids=cluster.local_devices,
         initialization_timeout=math.ceil(cluster.join_timeout),
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
-        shutdown_timeout_seconds=math.ceil(_LEAVING),
+        shutdown_timeout_seconds=math.ceil(LEAVING_SECONDS),
     )
 
 
 def leave() -> None:
     """Leave the job. Ends the process if that takes longer than 5 seconds."""
-    timer = threading.Timer(_LEAVING, end_process, (0,))
+    timer = threading.Timer(LEAVING_SECONDS, end_process, (0,))
     timer.daemon = True
     timer.start()
     jax.distributed.shutdown()

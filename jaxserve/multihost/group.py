@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import grpc
@@ -13,6 +14,7 @@ import grpc
 from jaxserve.multihost import channel, handshake
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
+from jaxserve.multihost.coordinator import Coordinator
 from jaxserve.multihost.failure import ExitCode, HostFailed, Symptom, SymptomKind, one_line
 from jaxserve.multihost.failure_detector import STARTING_SILENCE, FailureDetector, Member, ReplicaIterations
 from jaxserve.multihost.process_watchdog import ProcessWatchdog, end_process
@@ -60,6 +62,7 @@ class HostGroup(channel.ControlChannel):
         self.preparations = GrammarCompileRequests(self.broadcast, ())
         self._refused: str | None = None
         self.reception = handshake.Reception(cluster.shared_secret)
+        self._coordinator = Coordinator(self.reception)
         self._stopping = False
         self._watchdog = ProcessWatchdog(self._look, self._beat)
         self._server: grpc.Server | None = None
@@ -68,7 +71,8 @@ class HostGroup(channel.ControlChannel):
 
     def listen(self) -> None:
         """Open the control channel. Raises ValueError if the port is taken."""
-        self._server = channel.listen(self._cluster, self._follow)
+        methods = {channel.FOLLOW: self._follow, channel.COORDINATE: self._coordinator.carry}
+        self._server = channel.listen(self._cluster, methods)
         self._watchdog.start()
 
     def join(self) -> None:
@@ -84,7 +88,8 @@ class HostGroup(channel.ControlChannel):
                 left, wrong = deadline - time.monotonic(), self._refused
                 if left <= 0:
                     hosts = f"host{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-                    wrong = f"{hosts} did not join within {self._cluster.join_timeout:g} s at {self._cluster.control}"
+                    waited = f"within {self._cluster.join_timeout:g} s at {self._cluster.coordinator}"
+                    wrong = f"{hosts} did not join {waited}"
                     if self.reception.strangers:
                         wrong += f"; {self.reception.strangers} connections did not prove to be hosts of this group"
                 if wrong is not None:
@@ -93,6 +98,9 @@ class HostGroup(channel.ControlChannel):
         if wrong is not None:
             self.stop(wrong)
             raise ValueError(wrong)
+
+    def coordinator(self) -> AbstractContextManager[str]:
+        return self._coordinator.listening()
 
     def reached(self, step: str) -> None:
         """Announce this host's step of the start."""
@@ -212,7 +220,7 @@ class HostGroup(channel.ControlChannel):
         for member in self._members.values():
             member.queue.put(None)  # ends the threads of streams that are still open
         if self._server is not None:
-            self._server.stop(grace=0.5)
+            self._server.stop(channel.LEAVING_SECONDS)
         return True
 
     # The channel

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import grpc
 
@@ -47,6 +47,26 @@ def join(
     joining = pb.Join(host=host, facts=[pb.Fact(field=name, value=value) for name, value in facts])
     joining.proof = _proof(secret, hello, challenge.nonce, joining)
     return joining
+
+
+def prove(
+    secret: bytes | None,
+    host: int,
+    facts: Sequence[tuple[str, str]],
+    messages: Iterator[pb.FromMaster],
+    send: Callable[[pb.FromWorker], None],
+) -> bool:
+    """A worker's side of a stream. Returns whether host 0 knows the secret.
+
+    Raises:
+      grpc.RpcError, StopIteration: host 0 has ended the stream.
+    """
+    greeting = hello()
+    send(pb.FromWorker(hello=greeting))
+    joining = join(secret, greeting, next(messages).challenge, host, facts)
+    if joining is not None:
+        send(pb.FromWorker(join=joining))
+    return joining is not None
 
 
 class Reception:

@@ -97,7 +97,7 @@ def lead(
     group = HostGroup(cluster, _facts(path, config, cluster), tell=tell)
     group.listen()
     try:
-        group.reached(f"waiting for {cluster.hosts - 1} more at {cluster.control}")
+        group.reached(f"waiting for {cluster.hosts - 1} more at {cluster.coordinator}")
         group.join()
         tokenizer = Tokenizer.from_directory(path)
         prepared = _prepare(path, config, cluster, group, progress, tell)
@@ -213,7 +213,8 @@ def _prepare(
     if config.sharding is not None:
         spec = read_spec(config.sharding, spec)
     party.reached("connecting devices")
-    distributed.join(cluster)
+    with party.coordinator() as address:
+        distributed.join(cluster, address)
     dtype = startup.compute_dtype(config)
     platform, replicas, reason = jax.local_devices()[0].platform, [], ""
     for meshes in mesh.make_meshes(config.stage_axes, config.stages, config.replicas, _devices(config, cluster)):

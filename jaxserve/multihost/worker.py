@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import grpc
 
-from jaxserve.multihost import channel, handshake
+from jaxserve.multihost import channel, coordinator, handshake
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.failure import ExitCode, Symptom, SymptomKind
@@ -66,17 +67,12 @@ class MasterConnection(channel.ControlChannel):
 
     def join(self) -> None:
         """Joins the group; ValueError if host 0 is out of reach, is a stranger or refuses this host."""
-        address, open_stream = self._cluster.control, channel.connect(self._cluster)
-        hello, cluster = handshake.hello(), self._cluster
-        self._out.put(pb.FromWorker(hello=hello))
-        messages = open_stream(iter(self._out.get, None))
+        cluster, address = self._cluster, self._cluster.coordinator
+        messages = channel.connect(cluster)(iter(self._out.get, None))
         try:
-            challenge = next(messages).challenge
-            joining = handshake.join(cluster.shared_secret, hello, challenge, cluster.host, self._facts)
-            if joining is None:
+            if not handshake.prove(cluster.shared_secret, cluster.host, self._facts, messages, self._out.put):
                 self._out.put(None)
                 raise ValueError(f"host 0 at {address} has another secret: give every host the same --hosts-secret")
-            self._out.put(pb.FromWorker(join=joining))
             welcome = next(messages).welcome
         except (grpc.RpcError, StopIteration):
             self._out.put(None)
@@ -87,6 +83,9 @@ class MasterConnection(channel.ControlChannel):
         self._heard = time.monotonic()
         threading.Thread(target=self._listen, args=(messages,), name="jaxserve-master", daemon=True).start()
         self._watchdog.start()
+
+    def coordinator(self) -> AbstractContextManager[str]:
+        return coordinator.carried(self._cluster)
 
     def reached(self, step: str) -> None:
         self._step = step

@@ -18,8 +18,6 @@ from server.engine_process import messages
 from server.engine_process import messages_pb2 as pb
 from server.engine_process.frames import BadFrame, Splitter
 
-# jax's coordination service before it ends all processes; their stacks follow.
-_INTRUDED = "tried to connect with a different incarnation"
 _LAST_LINES = 20  # lines of its output kept for the log
 _REAP_SECONDS = 2.0  # for a process that has closed its socket to end
 _LAST_OUTPUT_SECONDS = 0.5  # for its last output to arrive
@@ -53,7 +51,6 @@ class EngineProcess(asyncio.Protocol):
       failure: the engine's own report of its failure.
       wedged: why it is being killed.
       misread: what was wrong with one of its messages.
-      intruded: whether its output says that another process took a host's place in jax's job.
       last_lines: of its output, which is also copied to standard error.
     """
 
@@ -64,7 +61,6 @@ class EngineProcess(asyncio.Protocol):
         self.failure: str | None = None
         self.wedged: str | None = None
         self.misread: str | None = None
-        self.intruded = False
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._command, self._take = command, take
         self._splitter = Splitter()
@@ -151,7 +147,6 @@ class EngineProcess(asyncio.Protocol):
             for line in output:
                 text = line.decode(errors="replace")
                 self.last_lines.append(text.rstrip("\n"))
-                self.intruded = self.intruded or _INTRUDED in text
                 with contextlib.suppress(OSError, ValueError):  # standard error is closed
                     sys.stderr.write(text)
                     sys.stderr.flush()

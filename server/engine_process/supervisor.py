@@ -235,8 +235,6 @@ class Supervisor:
         cluster, load = self._job.cluster, self._engine.load()
         if cluster is None:
             return cause
-        if process.intruded:
-            cause += f", because another process joined jax's job at {cluster.coordinator} as one of the hosts"
         symptom = Symptom(kind=SymptomKind.DISCONNECTED, hosts=(cluster.host,), cause=cause)
         replicas = place(self._job.config, cluster.hosts)
         if len(replicas) > 1:  # whose iterations have numbers of their own

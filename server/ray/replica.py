@@ -207,15 +207,11 @@ async def _report(of: Metrics) -> None:
 
 
 def _coordinator() -> str:
-    """An address of this node with two free ports."""
+    """An address of this node with a free port."""
     address = ray.util.get_node_ip_address()
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind((address, 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind((address, port + 1))
-                return f"{address}:{port}"
+    with socket.socket() as found:
+        found.bind((address, 0))
+        return f"{address}:{found.getsockname()[1]}"
 
 
 def _start_hosts(

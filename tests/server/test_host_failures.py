@@ -146,8 +146,8 @@ def test_host_whose_work_fails(tmp_path, cache, host, fault, cause) -> None:
 @pytest.mark.parametrize("way", ["close", pytest.param("fall_silent", marks=pytest.mark.exhaustive)])
 def test_a_stream_of_plans_that_is_cut(tmp_path, cache, way) -> None:
     coordinator = free_ports()
-    with contextlib.closing(Cable(int(coordinator.rpartition(":")[2]) + 1)) as cable:
-        over = ["--control-port", str(cable.port)]
+    with contextlib.closing(Cable(int(coordinator.rpartition(":")[2]))) as cable:
+        over = ["--coordinator", cable.address]
         flags = ["--compilation-cache", str(cache)]
         with group(tmp_path, flags, coordinator=coordinator, of_host=((), over)) as it:
             told = {"close": "its control stream ended", "fall_silent": "it sent nothing for"}[way]

@@ -214,7 +214,6 @@ def main(told: dict) -> int:
         hosts=told["hosts"],
         host=told["host"],
         coordinator=told["coordinator"],
-        control_port=told.get("control_port"),
         join_timeout=told.get("join_timeout", 60.0),
         record_folder=Path(told.get("folder", ".")),
     )

@@ -53,7 +53,8 @@ def main(told: dict) -> None:
             party = HostGroup(cluster, facts, tell=say, end=end)
             party.listen()
         party.join()
-        distributed.join(cluster)
+        with party.coordinator() as address:
+            distributed.join(cluster, address)
         if "address_timeout" in told:
             jax.config.update("jax_cross_host_transfer_timeout_seconds", told["address_timeout"])
         (meshes,) = mesh.make_meshes({"tensor": told["tensor"]}, told["stages"], devices=jax.devices())

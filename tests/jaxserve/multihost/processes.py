@@ -78,7 +78,7 @@ class Cable:
         """
         self._to = port
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
         self._ends: list[socket.socket] = []
         self._silent = threading.Event()
         self._accepting = threading.Thread(target=self._accept, daemon=True)

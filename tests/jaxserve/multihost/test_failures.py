@@ -103,8 +103,8 @@ def test_a_stream_of_plans_that_is_cut(tmp_path, how, told_of) -> None:
     coordinator = free_ports()
     told = {"stages": 2, "deadline": DEADLINE}
     with (
-        contextlib.closing(Cable(int(coordinator.rpartition(":")[2]) + 1)) as cable,
-        group(FAKE, [told, told | {"control_port": cable.port}], tmp_path, coordinator=coordinator) as hosts,
+        contextlib.closing(Cable(int(coordinator.rpartition(":")[2]))) as cable,
+        group(FAKE, [told, told | {"coordinator": cable.address}], tmp_path, coordinator=coordinator) as hosts,
     ):
         serving(hosts)
         getattr(cable, how)()

@@ -56,7 +56,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any, str]] = {
     "compilation_cache": ("--compilation-cache off", None, ""),
 }
 HOSTS_FLAGS = (
-    "--hosts 2 --host-id {host} --coordinator 10.0.0.1:9000 --control-port 9100 --join-timeout 20 --step-deadline 7 "
+    "--hosts 2 --host-id {host} --coordinator 10.0.0.1:9000 --join-timeout 20 --step-deadline 7 "
     "--links bridge --flight-seconds 9 --flight-folder flights --hosts-cert {certificates}/server.pem "
     "--hosts-key {certificates}/server.key --hosts-ca {certificates}/ca.pem "
     "--hosts-secret {certificates}/ca.pem --tensor 2"
@@ -92,7 +92,6 @@ def test_hosts_flags(certificates: Path) -> None:
         hosts=2,
         host=1,
         coordinator="10.0.0.1:9000",
-        control_port=9100,
         join_timeout=20,
         step_deadline=7,
         links="bridge",
@@ -135,7 +134,7 @@ def test_a_worker_follows_host_0(
     flags += ["--api-keys", "/no/such/file", "--profile", str(tmp_path), *(["--supervise"] if process else [])]
     assert cli.main(["serve", *flags]) == (5 if process else 6)
     model, config, cluster = told[:3]
-    assert (model, config.tensor, cluster.control_port) == (tmp_path, 2, 9100)
+    assert (model, config.tensor, cluster.coordinator) == (tmp_path, 2, "10.0.0.1:9000")
     assert told[3:] == [*([RestartPolicy()] if process else []), tmp_path]
 
 
