@@ -68,7 +68,43 @@ def test_a_search_tries_every_axis():
     assert {"by expert" in rules for rules in tried} == {True, False}
     for rules in ("heads over 2", "experts over 2", "weights gathered over 4"):
         predict(tried[rules])  # all are possible
+    by_pool = {
+        "rows over 4": ({"attn": 4, "tensor": 1}, {"rows": "attn"}),
+        "heads over 2, slots over 2": ({"context": 2, "tensor": 2}, {"slots": "context"}),
+        "rows over 2, slots over 2": ({"attn": 2, "context": 2, "tensor": 1}, {"rows": "attn", "slots": "context"}),
+        "heads over 2, rows over 2, experts over 2": ({"attn": 2, "tensor": 2}, {"rows": "attn"}),
+    }
+    for rules, (mesh, pool) in by_pool.items():
+        spec = tried[rules].spec
+        assert (axes[rules], spec.pool) == (mesh, pool)
+        predict(tried[rules])
+    assert spec.rules["expert"] == "attn"
+    assert spec.rules["ffn"] == "tensor"
+    assert spec.parameters["layers.*.out.kernel"] == {"heads": ("tensor", "attn")}
     assert not any("experts" in each.rules for each in layouts(question(LLAMA, topology="v5e:2x2")))
+
+
+def test_long_contexts_and_many_rows_are_split_where_that_is_faster():
+    """8 KV heads over 64 devices are copies; contexts over some of them are not, nor requests."""
+    for context, rows, expected in ((131_071, 1, "slots over"), (8191, 32, "rows over")):
+        deployment = dataclasses.replace(named("llama-3.1-70b", "v6e:8x8", max_rows=rows), context=context)
+        found = search(
+            deployment, [each for each in layouts(deployment) if each.deployment.engine.stage_devices == 64]
+        ).candidates
+        assert expected in found[0].rules
+        plain = next(each for each in found if each.rules == "kv heads each 8 times")
+        assert plain.points[-1].milliseconds > 1.2 * found[0].points[-1].milliseconds
+
+
+def test_what_a_backend_refuses_is_told():
+    """Other attention than the GPU kernels' would not be as fast as the cost model says."""
+    deployment = question(LLAMA, topology="h200:4", attention="auto", dtype="bfloat16", slots=None)
+    found = searched(deployment)
+    refused = "attention backend 'gpu' cannot serve: slots of a block on several devices; xla and tpu serve these"
+    assert found.left_out[refused].count("4 x 1 x 1") == 3  # slots over 2 beside heads or rows, and over 4
+    assert not any("slots" in each.rules for each in found.candidates)
+    assert any("rows" in each.rules for each in found.candidates)
+    assert refused.partition(";")[0] in printed(found)
 
 
 def test_buckets_are_whole_parts_of_tokens():
