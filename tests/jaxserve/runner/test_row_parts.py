@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import jax
@@ -127,6 +128,21 @@ def test_two_stages_with_rows_drafts_and_shared_prompts(rules) -> None:
     sampling = {"max_tokens": 20, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     found = [[each.token_ids for each in engine.generate([prompt], n=3, **sampling)] for engine in engines]
     assert found[0] == found[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["rows", "slots"])
+def test_a_beam_search_finds_what_one_device_finds(part, rules) -> None:
+    file = Path(rules(2, 2, BY_ALL))
+    file.write_text(file.read_text().replace("rows =", f"{part} ="))
+    prompt = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7)
+    found = [
+        make("llama", 2, each).beam_search(prompt, n=6, max_tokens=8)
+        for each in (settings("grow", slots=320), settings("grow", slots=320, sharding=str(file)))
+    ]
+    one, other = ([each.token_ids for each in beams] for beams in found)
+    assert one == other
+    assert len(set(map(tuple, one))) == 6
 
 
 def test_a_program_exchanges_attention_once(rules) -> None:
