@@ -22,8 +22,8 @@ from jaxserve.planning.cost import Roofline
 from jaxserve.planning.deployment import Deployment
 from jaxserve.planning.predict import Plan, predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome

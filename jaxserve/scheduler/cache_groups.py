@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix, preempt_for
 from jaxserve.scheduler.host_cache import ON_HOST, Fetch, HostCache
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.window_pool import WindowPool, window_blocks
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.scheduler.block_allocation import BlockAllocation
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler.kv_blocks import SlotPool
+    from jaxserve.scheduler.block_pool import BlockPool
+    from jaxserve.scheduler.slot_pool import SlotPool
 
 ON_HOST = -2  # in the place of a block that is not on the device but on the host
 
@@ -95,7 +96,7 @@ class HostCache:
         self.stored_blocks = self.loaded_blocks = self.corrupt_blocks = 0
         self.generation = 0  # of what is held: `clear` begins another
         self._block_bytes = tuple(block_bytes)
-        self._pools: list[SlotPool] = []
+        self._pools: list[BlockPool] = []
         self._keys: OrderedDict[tuple[int, bytes], int] = OrderedDict()  # (group, digest) -> key; LRU first
         self._next_key = 0
         self._copies = HostCopies([], [], [])
@@ -105,9 +106,9 @@ class HostCache:
 
     def attach(self, pools: Iterable[SlotPool]) -> None:
         """Keep what these pools evict; they are of the cache groups in order."""
-        self._pools = list(pools)
-        for group, pool in enumerate(self._pools):
-            pool.host, pool.group = self, group
+        self._pools = [pool.blocks for pool in pools]
+        for group, blocks in enumerate(self._pools):
+            blocks.host, blocks.group = self, group
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether a block is on the host. Any thread may call this."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import GroupedPool
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.row_parts import PartitionedPool, Pool
+from jaxserve.scheduler.slot_pool import SlotPool
 
 MOST_BYTES = 16 * 2**20  # of changes that wait for the reader
 

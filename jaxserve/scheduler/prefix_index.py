@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.row_parts import Pool
+from jaxserve.scheduler.slot_pool import SlotPool
 
 _PART = 32  # blocks that are hashed at first, then twice as many each time, because few prompts are cached far
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.scheduler.block_allocation import BlockAllocation, SharedPrefix
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 
 
 class PartitionedPool:

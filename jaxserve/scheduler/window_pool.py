@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 
 
 def window_blocks(window: int, block_size: int, draft_tokens: int) -> int:
@@ -73,7 +73,7 @@ class WindowPool(SlotPool):
             if block == NO_BLOCK:
                 break
             allocation.blocks[index] = NO_BLOCK
-            self._drop([block])
+            self.blocks.drop([block])
 
     def _promised(self, before: int, after: int) -> int:
         """Blocks promised in all once a request goes from `before` to `after` (its whole length)."""

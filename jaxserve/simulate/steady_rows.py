@@ -25,9 +25,9 @@ from jaxserve.iteration import (
     TableChange,
 )
 from jaxserve.request import FinishReason, TokenEvent
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.scheduler import PlanInFlight, Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import Phase, RequestState
 
 _by_key = attrgetter("key")

@@ -12,7 +12,7 @@ from jaxserve.multihost.config import ClusterConfig, check_settings
 from jaxserve.request import Request
 from jaxserve.runner import host_blocks
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import allocation_of
 from tests.fixtures.tiny import VOCAB, make_engine
 from tests.fixtures.traffic import Answers, run, traffic

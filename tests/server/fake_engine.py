@@ -22,9 +22,9 @@ from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.iteration import Admission, Chunk, IterationPlan
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.scheduler.buckets import BucketCost
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.limits import Limits
 from jaxserve.scheduler.prefix_changes import PrefixChange, PrefixChanges
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.startup_report import StartupReport
 from jaxserve.stats import IterationRecord, Load

@@ -131,7 +131,7 @@ def test_a_subscriber_reads_every_block_with_its_parent(serve: Any) -> None:
                 path = known[block.block_hash] = [*path, *block.token_ids]
             assert path == whole_blocks(prompt)
         assert it.engine.pool is not None
-        assert {number_of(digest) for digest in it.engine.pool._block_of} == {hash_ % 2**64 for hash_ in known}
+        assert {number_of(digest) for digest in it.engine.pool.blocks._block_of} == {hash_ % 2**64 for hash_ in known}
         it.engine.pool.flush()
         (batch,) = await take(call, 1)
         assert [event.WhichOneof("data") for event in batch.events] == ["cleared"]
@@ -153,14 +153,14 @@ def test_evicted_blocks_are_told(serve: Any) -> None:
             await ask(it, f"{number:02} " * 8)
         assert it.engine.pool is not None
         removed = 0
-        while number_of(next(reversed(it.engine.pool._block_of))) not in {hash_ % 2**64 for hash_ in known}:
+        while number_of(next(reversed(it.engine.pool.blocks._block_of))) not in {hash_ % 2**64 for hash_ in known}:
             for event in (await call.read()).events:
                 known.update(block.block_hash for block in event.stored.blocks)
                 known.difference_update(event.removed.block_hashes)
                 removed += len(event.removed.block_hashes)
         call.cancel()
         assert removed > 20
-        assert {number_of(digest) for digest in it.engine.pool._block_of} == {hash_ % 2**64 for hash_ in known}
+        assert {number_of(digest) for digest in it.engine.pool.blocks._block_of} == {hash_ % 2**64 for hash_ in known}
 
     serve(scenario, app=ON)
 

@@ -141,7 +141,7 @@ def test_a_vllm_subscriber_reads_every_event_and_closes_gaps(zmq: Any, endpoints
             assert first.token_ids == whole_blocks(PROMPTS[0])
             assert (first.parent_block_hash, first.block_size, first.medium) == (None, BLOCK_SIZE, "GPU")
             assert second.parent_block_hash in first.block_hashes
-            assert set(fourth.block_hashes) == {number_of(digest) for digest in it.engine.pool._block_of}
+            assert set(fourth.block_hashes) == {number_of(digest) for digest in it.engine.pool.blocks._block_of}
             assert abs(late.batches[0][1].ts - time.time()) < WAIT_SECONDS
         finally:
             early.close()

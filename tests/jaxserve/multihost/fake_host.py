@@ -36,8 +36,8 @@ from jaxserve.runner.stage import Launched
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 
 BUCKET, ROWS, BLOCK, CONTEXT, BLOCKS = 8, 4, 4, 4096, 8192
 NOTHING: Any = None

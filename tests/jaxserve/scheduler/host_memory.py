@@ -7,7 +7,7 @@ from random import Random
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import GroupedPool
 from jaxserve.scheduler.host_cache import HostCache
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 
 
 def attach_host(pool: SlotPool | GroupedPool, blocks: int) -> None:

@@ -20,10 +20,10 @@ from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.host_cache import BlockLoad, HostCache
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.row_parts import PartitionedPool, make_pools
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.state import Phase
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
@@ -335,8 +335,8 @@ class World:
     def check_pool(self, pool: SlotPool, held: list[BlockAllocation], first: int) -> None:
         """Every block of a group in a part, from `first` on, is in one place; promises are kept."""
         references = Counter(block for each in held for block in each.blocks if block != NO_BLOCK)
-        assert [references[block] for block in range(first + pool.n_blocks)] == pool._references
-        places = Counter([*pool._free, *pool._idle, *references])
+        assert [references[block] for block in range(first + pool.n_blocks)] == pool.blocks._references
+        places = Counter([*pool.blocks._free, *pool.blocks._idle, *references])
         assert places == Counter(range(first, first + pool.n_blocks))
         if isinstance(pool, WindowPool):
             promised = [each._set_aside for each in held]
@@ -352,10 +352,10 @@ class World:
             ]
             assert all(sum(block != NO_BLOCK for block in each.blocks) <= pool._bound for each in trimmed)
         else:
-            assert pool._set_aside == sum(each._set_aside for each in held) <= pool.num_available
-        assert {digest: block for block, digest in enumerate(pool._digest_of) if digest} == pool._block_of
-        assert set(pool._idle) <= set(pool._block_of.values())
-        assert set(pool._free).isdisjoint(pool._block_of.values())
+            assert pool._set_aside == sum(each._set_aside for each in held) <= pool.blocks.num_available
+        assert {digest: block for block, digest in enumerate(pool.blocks._digest_of) if digest} == pool.blocks._block_of
+        assert set(pool.blocks._idle) <= set(pool.blocks._block_of.values())
+        assert set(pool.blocks._free).isdisjoint(pool.blocks._block_of.values())
 
     def land(self, count: int) -> None:
         """The oldest copies from the host land."""

@@ -13,9 +13,9 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import Request
 from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
 
 

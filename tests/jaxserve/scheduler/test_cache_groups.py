@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, SharedPrefix
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool, make_pool
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.window_pool import WindowPool
 
 BLOCK, WINDOW = 4, 8
@@ -122,7 +122,7 @@ def test_a_request_keeps_only_its_window_in_one_group():
     assert held(each) == [8, 2]  # positions 24 to 31
     assert each.entries(6) == [each.blocks[6], each.others[0].blocks[6], each.blocks[7], each.others[0].blocks[7]]
     pool.release(each)
-    assert [each.num_available for each in pool.pools] == [40, 12]
+    assert [each.blocks.num_available for each in pool.pools] == [40, 12]
 
 
 def test_every_group_must_have_room():
@@ -151,17 +151,17 @@ def test_a_prefix_is_found_as_far_as_every_group_has_it():
     assert held(again) == [8, 2]
     pool.release(again)
     windows = pool.pools[1]
-    evicted = windows._block_of.pop(again.digest(6))  # the last block but one, of the group with a window
-    windows._digest_of[evicted] = None
-    del windows._idle[evicted]
-    windows._free.append(evicted)
+    evicted = windows.blocks._block_of.pop(again.digest(6))  # the last block but one, of the group with a window
+    windows.blocks._digest_of[evicted] = None
+    del windows.blocks._idle[evicted]
+    windows.blocks._free.append(evicted)
     assert pool.cached_tokens(again) == 24
     full = pool.pools[0]
     for digest in again._digests.known[4:]:
-        block = full._block_of.pop(digest)
-        full._digest_of[block] = None
-        del full._idle[block]
-        full._free.append(block)
+        block = full.blocks._block_of.pop(digest)
+        full.blocks._digest_of[block] = None
+        del full.blocks._idle[block]
+        full.blocks._free.append(block)
     assert pool.cached_tokens(again) == 16
     assert pool.admit(again) == 16
     assert held(again) == [4, 2]
@@ -228,7 +228,7 @@ def test_blocks_are_published_before_they_are_given_back(prefix_cache):
     pool.extend(flushed, 24)
     pool.flush([flushed])
     pool.trim(flushed, 20)
-    assert pool.num_cached == 0
+    assert pool.blocks.num_cached == 0
 
 
 class CountedReads(list[int]):
@@ -262,9 +262,9 @@ def test_a_prefix_needs_only_the_blocks_within_its_window():
     again = allocation(0, tokens=range(each.tokens[0], each.tokens[0] + 24))
     assert pool._match(again) == [NO_BLOCK] * 3 + each.blocks[3:5]  # the window of the 21st token
     for index in (0, 1, 2):
-        del pool._block_of[again.digest(index)]
+        del pool.blocks._block_of[again.digest(index)]
     assert pool._match(again) == [NO_BLOCK] * 3 + each.blocks[3:5]
-    del pool._block_of[again.digest(3)]
+    del pool.blocks._block_of[again.digest(3)]
     assert pool._match(again) == []
 
 
@@ -274,9 +274,9 @@ def test_flush_forgets_every_group_and_publishes_nothing():
     each = run(pool, allocation(16), publish=False)
     pool.flush([each])
     pool.publish(each, 16)
-    assert [group.num_cached for group in pool.pools] == [0, 0]
+    assert [group.blocks.num_cached for group in pool.pools] == [0, 0]
     pool.release(each)
-    assert [group.num_available for group in pool.pools] == [40, 12]
+    assert [group.blocks.num_available for group in pool.pools] == [40, 12]
 
 
 def test_slots_in_use_are_told_by_the_fullest_group():

@@ -6,8 +6,8 @@ import pytest
 from jaxserve.iteration import Chunk, IterationPlan, IterationResult
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.speculation import Speculation
 from tests.jaxserve.scheduler.drafts import Script, ladder
 
@@ -93,7 +93,7 @@ def test_only_what_was_accepted_is_published(drawn, published) -> None:
     plan = planned(made)
     assert plan.chunks == (Chunk(0, 3, 5, 5),)  # up to the end of the second block
     made.complete(plan, answer(*drawn))
-    assert made.pool.num_cached == published
+    assert made.pool.blocks.num_cached == published
 
 
 def test_prompts_leave_no_room_for_drafts() -> None:

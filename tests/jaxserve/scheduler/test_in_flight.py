@@ -84,9 +84,9 @@ def test_discarded_write_is_not_published():
     assert third is not None
     assert third.admissions[0].blocks == ()
     made.complete(second, answer(second))
-    assert made.pool.num_cached == 0
+    assert made.pool.blocks.num_cached == 0
     made.complete(third, answer(third))
-    assert made.pool.num_cached == 1
+    assert made.pool.blocks.num_cached == 1
 
 
 def test_publication_waits_for_completion():

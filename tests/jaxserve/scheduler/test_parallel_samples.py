@@ -11,8 +11,8 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
 from tests.jaxserve.scheduler.stepping import answer, finish, names, request
 
@@ -176,7 +176,7 @@ def test_reserve_admits_by_sharing():
     submit(made, 5, range(100, 112), max_tokens=4)  # 16 tokens: 4 blocks each, 2 of which (of 11 tokens) are in common
     first, second = plan(made), plan(made)
     assert (names(first), names(second)) == (["a"], ["a1", "a2"])
-    assert made.pool.num_available - made.pool._set_aside == 1
+    assert made.pool.blocks.num_available - made.pool._set_aside == 1
     assert sum(event.finish_reason is FinishReason.LENGTH for event in finish(made, first, second)) == 5
 
 

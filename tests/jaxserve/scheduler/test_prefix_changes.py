@@ -11,8 +11,8 @@ import pytest
 from jaxserve.scheduler import prefix_changes
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.prefix_changes import BlocksRemoved, BlocksStored, CacheCleared, PrefixChange, PrefixChanges
+from jaxserve.scheduler.slot_pool import SlotPool
 from tests.jaxserve.scheduler.host_memory import attach_host, fetch_from_host
 
 SIZE = 2
@@ -94,7 +94,7 @@ def test_a_reader_knows_what_the_caches_have(seed, windows, host):
             kinds.update(map(type, taken))
             reader.apply(taken)
             on_hosts = {digest for each in plain if each.host for group, digest in each.host._keys if not group}
-            assert reader.known == on_hosts.union(*(each._block_of for each in plain))
+            assert reader.known == on_hosts.union(*(each.blocks._block_of for each in plain))
     assert kinds == {BlocksStored, BlocksRemoved, CacheCleared} or host == 500
 
 
@@ -114,5 +114,5 @@ def test_a_reader_that_is_too_slow_forgets_all(monkeypatch):
             assert (CacheCleared() in taken) == (round_ == 30)
             assert sum(map(prefix_changes.size_of, taken)) <= 2000 + 64
             reader.apply(taken)
-            assert reader.known <= pool._block_of.keys()
+            assert reader.known <= pool.blocks._block_of.keys()
             assert reader.known

@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.prefix_index import PrefixIndex
+from jaxserve.scheduler.slot_pool import SlotPool
 from tests.jaxserve.scheduler.host_memory import attach_host, fetch_from_host
 
 

@@ -139,6 +139,6 @@ def test_sizes_are_those_of_each_part() -> None:
     assert both.blocks(60) == tuple(2 * each for each in one.blocks(30))
     assert both.fitting(60, 32) == 2 * one.fitting(30, 32)
     first, second = (make_pool(both, 60, part=part, policy="grow", prefix_cache=True) for part in range(2))
-    assert [each._free[-1] for each in second.pools] == [each.n_blocks for each in first.pools]  # type: ignore[union-attr]
+    assert [each.blocks._free[-1] for each in second.pools] == [each.n_blocks for each in first.pools]  # type: ignore[union-attr]
     assert both.entries(0, [0, 31], 60) == (0, 0, 1, 31 % one.blocks(30)[1])
     assert both.entries(1, [2], 60) == (32, one.blocks(30)[1] + 2)

@@ -9,10 +9,10 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.request import FinishReason
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.order import PRIORITY_SECONDS
 from jaxserve.scheduler.policy import FixedTokenBudget
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import check_fits
 from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
 
@@ -281,7 +281,7 @@ def test_flushing_forgets_prefixes_even_of_running_requests():
     made.flush_prefix_cache()
     made.complete(plan, answer(plan))
     finish(made)
-    assert made.pool.num_cached == 0
+    assert made.pool.blocks.num_cached == 0
     made.submit(request("b", range(8)))
     plan, (event,) = step(made)
     assert (plan.admissions[0].blocks, event.cached_tokens) == ((), 0)

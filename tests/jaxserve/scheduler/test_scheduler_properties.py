@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.world.scheduler.flush_prefix_cache()
-        assert not any(pool.num_cached for pool in self.world.pools)
+        assert not any(pool.blocks.num_cached for pool in self.world.pools)
 
     @invariant()
     def all_accounted_for(self):

@@ -20,8 +20,8 @@ from jaxserve.iteration import Admission, Chunk, IterationPlan, IterationResult,
 from jaxserve.request import FinishReason, Request, TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 
 EOS = 0
 A = tuple(range(1, 11))

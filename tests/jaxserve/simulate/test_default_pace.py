@@ -10,9 +10,9 @@ import pytest
 from benchmarks.orca import SETUPS
 from jaxserve.planning.calibration import FITS
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.system import bucket_costs

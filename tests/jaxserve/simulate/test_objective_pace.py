@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jaxserve.iteration import IterationPlan
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.virtual_clock import SimulatedDevice, SimulatedReplica

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
-from jaxserve.scheduler.kv_blocks import SlotPool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as load
 from jaxserve.simulate.virtual_clock import EOS, Arrival, HostTimes, SimulatedDevice, SimulatedReplica

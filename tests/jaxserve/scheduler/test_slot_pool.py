@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, SharedPrefix
-from jaxserve.scheduler.kv_blocks import SlotPool
+from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.window_pool import WindowPool
 
 
@@ -73,7 +73,7 @@ def test_reserve_pays_for_cached_blocks_that_nobody_holds():
     slots = pool(4, policy="reserve")
     tokens = list(range(9))
     slots.release(run(slots, allocation(tokens)))
-    assert (slots.num_cached, slots.slots_cached, slots.slots_used) == (2, 8, 0)
+    assert (slots.blocks.num_cached, slots.slots_cached, slots.slots_used) == (2, 8, 0)
     again = allocation(tokens)
     assert slots.can_admit(again)  # 2 hits and 2 new ones: the whole pool, and no more
     assert slots.admit(again) == 8
@@ -106,7 +106,7 @@ def test_grow_names_its_victims_latest_first():
     # The latest left needs a block: it goes itself.
     assert slots.extend(allocations[1], 9, reversed(allocations[:2])) == [allocations[1]]
     assert slots.extend(allocations[0], 24, [allocations[0]]) == []
-    assert slots.num_available == 0
+    assert slots.blocks.num_available == 0
 
 
 def test_reserved_block_is_not_given_to_a_decode():
@@ -115,7 +115,7 @@ def test_reserved_block_is_not_given_to_a_decode():
     slots.admit(decoding)
     slots.extend(decoding, 4)
     slots.admit(prefilling)  # 3 blocks set aside, none taken
-    assert slots.num_available == 3
+    assert slots.blocks.num_available == 3
     assert slots.shortage(decoding, 5) == 1
     assert slots.extend(decoding, 5, [prefilling, decoding]) == [prefilling]
 
@@ -128,7 +128,7 @@ def test_released_blocks_come_back_once():
     blocks = list(held.blocks)
     slots.release(held)
     slots.release(held)
-    assert slots.num_available == 3
+    assert slots.blocks.num_available == 3
     slots.admit(held)
     slots.extend(held, 12)
     assert sorted(held.blocks) == sorted(blocks) == [0, 1, 2]
@@ -171,7 +171,7 @@ def test_who_takes_no_hits_gets_none_but_publishes():
 def test_without_prefix_cache_nothing_is_published():
     slots = pool(cache=False)
     held = run(slots, allocation(range(12)))
-    assert slots.num_cached == 0
+    assert slots.blocks.num_cached == 0
     assert held.publish_at == float("inf")
 
 
@@ -182,11 +182,11 @@ def test_publishing_follows_what_was_computed():
     slots.extend(held, 10)
     assert held.publish_at == 4
     slots.publish(held, 3)
-    assert slots.num_cached == 0
+    assert slots.blocks.num_cached == 0
     slots.publish(held, 7)
-    assert (slots.num_cached, held.publish_at) == (1, 8)
+    assert (slots.blocks.num_cached, held.publish_at) == (1, 8)
     slots.publish(held, 10)
-    assert (slots.num_cached, held.publish_at) == (2, 12)
+    assert (slots.blocks.num_cached, held.publish_at) == (2, 12)
     held.tokens += [10, 11, 12]  # generated
     slots.extend(held, 13)
     slots.publish(held, 12)
@@ -201,13 +201,13 @@ def test_the_same_prefix_computed_twice_is_cached_once():
         slots.extend(held, 9)
     for held in (first, second):
         slots.publish(held, 8)
-    assert slots.num_cached == 2
+    assert slots.blocks.num_cached == 2
     slots.release(first)
     third = allocation(range(9))
     slots.admit(third)
     assert third.blocks == [0, 1]
     slots.release(second)
-    assert slots.num_available == 4
+    assert slots.blocks.num_available == 4
 
 
 def test_eviction_is_lru_from_chain_ends():
@@ -217,7 +217,7 @@ def test_eviction_is_lru_from_chain_ends():
     slots.release(old)
     slots.release(new)
     slots.release(run(slots, allocation(range(12, 16))))  # one block: the last of `old`'s
-    assert slots.num_cached == 6
+    assert slots.blocks.num_cached == 6
     probe = allocation(range(12))
     assert slots.admit(probe) == 8
     slots.release(probe)  # and now `new` is the one not used for longest
@@ -247,14 +247,14 @@ def test_flush_forgets_all_and_what_is_held_is_never_published():
     slots.extend(held, 12)
     slots.publish(held, 4)
     slots.flush([held])
-    assert slots.num_cached == 0
+    assert slots.blocks.num_cached == 0
     slots.publish(held, 12)
-    assert slots.num_cached == 0
+    assert slots.blocks.num_cached == 0
     assert slots.admit(allocation(range(9))) == 0
     slots.release(held)
-    assert slots.num_available == 10
+    assert slots.blocks.num_available == 10
     run(slots, held)  # admitted anew, it may publish
-    assert slots.num_cached == 3
+    assert slots.blocks.num_cached == 3
 
 
 def test_prefixes_in_runs_are_of_whole_runs_of_prompts():
@@ -264,7 +264,7 @@ def test_prefixes_in_runs_are_of_whole_runs_of_prompts():
     first.tokens += range(21, 32)  # generated: never found, though it fills blocks
     slots.extend(first, 32)
     slots.publish(first, 32)
-    assert slots.num_cached == 4  # of the five that the prompt fills
+    assert slots.blocks.num_cached == 4  # of the five that the prompt fills
     assert slots.cached_tokens(allocation(range(32))) == 16
     assert slots.cached_tokens(allocation(range(16))) == 8  # three whole blocks, the fourth has the last token
     assert slots.cached_tokens(allocation(range(8))) == 0
@@ -289,7 +289,7 @@ def test_blocks_behind_the_window_are_given_back():
     slots.extend(held, 40)
     assert len(held.blocks) == 10
     slots.release(held)
-    assert slots.num_available == 10
+    assert slots.blocks.num_available == 10
 
 
 def test_without_a_window_nothing_is_given_back():

@@ -1,13 +1,13 @@
-"""The slot pool on the host: each request's blocks, reserved blocks and reusable prefixes."""
+"""The slot pool on the host: which blocks a request gets, and which are set aside for it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import Literal
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener, SharedPrefix, preempt_for
+from jaxserve.scheduler.block_pool import BlockPool
 from jaxserve.scheduler.host_cache import ON_HOST, BlockLoad, Fetch, HostCache
 
 SlotPolicy = Literal["reserve", "grow"]
@@ -25,9 +25,7 @@ class SlotPool:
     of a hundred tokens, 16 gives the most throughput at block sizes from 4 to 128: with 0 a quarter of all computing is
     repeated after preemptions, with 32 rows stand empty.
 
-    Prefix reuse: full blocks are addressed by a SHA-256 of salt and tokens to their end. A block enters the cache when
-    its owner publishes it, stays while a request holds it, and afterwards until it is evicted as the least recently
-    used.
+    Prefix reuse: full blocks are addressed by a SHA-256 of salt and tokens to their end. `BlockPool` keeps them.
 
     A request can also begin with the blocks of another one, cached or not (`SharedPrefix`). The two share the full
     blocks, and the new request gets a copy of a block that is filled in part.
@@ -38,14 +36,12 @@ class SlotPool:
     With `prefix_blocks`, prefixes are found and published only in whole runs of that many blocks, and only within
     prompts. Then no prefix mixes what chunks of a fixed size computed with what decodes computed.
 
-    With a host cache (`HostCache.attach`) evicted blocks are still found, on the host. `fetch` brings those of a prompt
-    back before the request is admitted. A block counts as cached until it is in neither place.
+    With a host cache, `fetch` brings the blocks of a prompt back before the request is admitted.
 
     Attributes:
       n_groups: cache groups, each with a pool.
       gives_back: whether `trim` gives anything back.
-      listeners: are told of changes to the prefix cache.
-      host / group: where evicted blocks are kept, if they are, and as which group's.
+      blocks: its blocks.
     """
 
     n_groups = 1
@@ -74,17 +70,19 @@ class SlotPool:
         self.prefix_cache = prefix_cache
         self._prefix_blocks = prefix_blocks
         self.growth_tokens = 16
-        self.listeners: list[BlockListener] = []
-        self.host: HostCache | None = None
-        self.group = 0
-        # Never published or evicted; the lowest goes first.
-        self._free = list(range(first_block + n_blocks - 1, first_block - 1, -1))
-        self._references = [0] * (first_block + n_blocks)
-        self._digest_of: list[bytes | None] = [None] * (first_block + n_blocks)
-        self._block_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by no request; LRU first
+        self.blocks = BlockPool(n_blocks, first_block)
         self._set_aside = 0
         self._num_held = 0
+
+    @property
+    def host(self) -> HostCache | None:
+        """Where evicted blocks are kept, if they are."""
+        return self.blocks.host
+
+    @property
+    def listeners(self) -> list[BlockListener]:
+        """Are told of changes to the prefix cache."""
+        return self.blocks.listeners
 
     @property
     def n_slots(self) -> int:
@@ -97,29 +95,19 @@ class SlotPool:
         return self.n_slots
 
     @property
-    def num_available(self) -> int:
-        """Blocks that no request holds, including those set aside and those in the cache."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that a prefix lookup can find."""
-        return len(self._block_of)
-
-    @property
     def slots_used(self) -> int:
         """Slots in blocks that a request holds or that are set aside for one."""
-        return (self.n_blocks - len(self._free) - len(self._idle) + self._set_aside) * self.block_size
+        return (self.n_blocks - self.blocks.num_available + self._set_aside) * self.block_size
 
     @property
     def slots_cached(self) -> int:
         """Slots in blocks that no request holds and that a prefix lookup can find."""
-        return len(self._idle) * self.block_size
+        return self.blocks.num_idle * self.block_size
 
     @property
     def slots_held(self) -> int:
         """Slots in blocks that a request holds, without those only set aside."""
-        return (self.n_blocks - len(self._free) - len(self._idle)) * self.block_size
+        return (self.n_blocks - self.blocks.num_available) * self.block_size
 
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens need; the last one may be filled in part."""
@@ -135,13 +123,12 @@ class SlotPool:
 
     def _has_blocks(self, allocation: BlockAllocation, hits: list[int]) -> bool:
         # Hits that no request holds now stop being available; the others are counted there already.
-        revived = sum(self._references[block] == 0 for block in hits if block != NO_BLOCK)
-        need = self._to_set_aside(allocation) - len(hits) + revived
+        need = self._to_set_aside(allocation) - len(hits) + self.blocks.num_unheld(hits)
         if self.policy == "grow":
             # Blocks for the tokens that this and every other request will soon have; without it they would preempt one
             # another at once. A request alone in the pool does not need it, and one that was accepted must start.
             need += self.blocks_for((self._num_held + 1) * self.growth_tokens) if self._num_held else 0
-        return need <= self.num_available - self._set_aside
+        return need <= self.blocks.num_available - self._set_aside
 
     def admit(self, allocation: BlockAllocation, source: SharedPrefix | None = None) -> int:
         """Give `allocation` its first blocks and reserve what the policy promises it.
@@ -163,19 +150,14 @@ class SlotPool:
     def _hold(self, allocation: BlockAllocation, hits: list[int]) -> None:
         """Let an allocation hold blocks that are in the cache or that others hold."""
         assert not allocation._held
-        for block in hits:
-            if block == NO_BLOCK:
-                continue
-            if self._references[block] == 0:
-                del self._idle[block]
-            self._references[block] += 1
+        self.blocks.hold(hits)
         allocation._held = True
         self._num_held += 1
 
     def shortage(self, allocation: BlockAllocation, length: int) -> int:
         """Blocks missing before `allocation` can cover `length` positions without preemption."""
         need = -(-length // self.block_size) - len(allocation.blocks) - allocation._set_aside
-        return max(need - (self.num_available - self._set_aside), 0) if need > 0 else 0
+        return max(need - (self.blocks.num_available - self._set_aside), 0) if need > 0 else 0
 
     def extend(
         self, allocation: BlockAllocation, length: int, candidates: Iterable[BlockAllocation] = ()
@@ -197,10 +179,7 @@ class SlotPool:
         need = -(-length // self.block_size) - len(allocation.blocks)
         if need <= 0:
             return
-        taken = self._take(need)
-        for block in taken:
-            self._references[block] = 1
-        allocation.blocks += taken
+        allocation.blocks += self.blocks.take(need)
         allocation.capacity += need * self.block_size
         self._keep_promise(allocation, need)
 
@@ -212,7 +191,7 @@ class SlotPool:
         if not allocation._held:
             return
         # The end of a chain is useless without its start: evict it earlier.
-        self._drop([block for block in reversed(allocation.blocks) if block != NO_BLOCK])
+        self.blocks.drop(reversed(allocation.blocks))
         self._cancel_promise(allocation)
         self._num_held -= 1
         allocation._held = False
@@ -225,7 +204,7 @@ class SlotPool:
         """Set aside the blocks that an allocation is promised at admission, beside its first `hits`."""
         allocation._set_aside = self._to_set_aside(allocation) - hits
         self._set_aside += allocation._set_aside
-        assert self._set_aside <= self.num_available
+        assert self._set_aside <= self.blocks.num_available
 
     def _keep_promise(self, allocation: BlockAllocation, taken: int) -> None:
         """Set aside less after an allocation has taken blocks."""
@@ -233,22 +212,12 @@ class SlotPool:
             promised = min(taken, allocation._set_aside)
             allocation._set_aside -= promised
             self._set_aside -= promised
-        assert self._set_aside <= self.num_available
+        assert self._set_aside <= self.blocks.num_available
 
     def _cancel_promise(self, allocation: BlockAllocation) -> None:
         """Set nothing aside for an allocation any more."""
         self._set_aside -= allocation._set_aside
         allocation._set_aside = 0
-
-    def _drop(self, blocks: Iterable[int]) -> None:
-        references, digest_of = self._references, self._digest_of
-        for block in blocks:
-            references[block] -= 1
-            if references[block] == 0:
-                if digest_of[block] is None:
-                    self._free.append(block)
-                else:
-                    self._idle[block] = None
 
     def _behind(self, start: int) -> int:
         """Leading blocks that no position from `start` on attends to."""
@@ -265,34 +234,14 @@ class SlotPool:
             full = self.whole_runs(min(full, allocation.prompt_length // self.block_size))
         if not self.prefix_cache or full <= allocation._published or allocation.publish_at == inf:
             return
-        digests, stored = allocation.digests(full, self.block_size), []
-        blocks, block_of, digest_of = allocation.blocks, self._block_of, self._digest_of
-        for index in range(allocation._published, full):
-            digest, block = digests[index], blocks[index]
-            # A request that computed the same prefix at the same time keeps a private copy until it ends.
-            if block != NO_BLOCK and digest not in block_of and digest_of[block] is None:
-                block_of[digest] = block
-                digest_of[block] = digest
-                if self.host is None or not self.host.has(self.group, digest):
-                    stored.append(index)
-        if stored:
-            for listener in self.listeners:
-                listener.stored(allocation, stored)
+        allocation.digests(full, self.block_size)
+        self.blocks.publish(allocation, allocation._published, full)
         allocation._published = full
         allocation.publish_at = (full + 1) * self.block_size
 
     def flush(self, allocations: Iterable[BlockAllocation] = ()) -> None:
         """Forget every cached prefix, and never publish the blocks that `allocations` hold now."""
-        known = list(self._block_of)
-        if self.host is not None:
-            known += [digest for digest in self.host.clear(self.group) if digest not in self._block_of]
-        for listener in self.listeners:
-            listener.cleared(known)
-        self._free.extend(reversed(self._idle))
-        self._idle.clear()
-        for block in self._block_of.values():
-            self._digest_of[block] = None
-        self._block_of.clear()
+        self.blocks.flush()
         for allocation in allocations:
             allocation.publish_at = inf
 
@@ -339,17 +288,16 @@ class SlotPool:
         """
         # At least the last token is computed: its logits choose the next one.
         full = (len(allocation.tokens) - 1) // self.block_size
-        on_host = anywhere and self.host is not None and bool(self.host)
-        if not self.prefix_cache or not allocation.takes_hits or not (self._block_of or on_host):
+        on_host = anywhere and bool(self.host)
+        if not self.prefix_cache or not allocation.takes_hits or not (self.blocks.num_cached or on_host):
             return []
         full = full if most is None else min(full, most)
         digests = allocation.digests(full, self.block_size)[:full]
-        return self._find(digests, self._anywhere if on_host else self._block_of.get)
+        return self._find(digests, self._anywhere if on_host else self.blocks.find)
 
     def _anywhere(self, digest: bytes) -> int | None:
-        assert self.host is not None
-        block = self._block_of.get(digest)
-        return ON_HOST if block is None and self.host.has(self.group, digest) else block
+        block = self.blocks.find(digest)
+        return ON_HOST if block is None and self.blocks.is_on_host(digest) else block
 
     def _find(self, digests: list[bytes], block_of: Callable[[bytes], int | None]) -> list[int]:
         found: list[int] = []
@@ -364,39 +312,6 @@ class SlotPool:
         """The leading blocks that a prefix may have, of this many that are found."""
         run = self._prefix_blocks or 1
         return n_blocks // run * run
-
-    def _take(self, count: int) -> list[int]:
-        """Take available blocks; evict cached ones where there are no others."""
-        free = self._free
-        if count == 1 and free:
-            return [free.pop()]
-        if count <= len(free):
-            taken = free[: -count - 1 : -1]
-            del free[len(free) - count :]
-            return taken
-        taken = free[::-1]
-        free.clear()
-        removed, digest_of, block_of, evict = [], self._digest_of, self._block_of, self._idle.popitem
-        for _ in range(count - len(taken)):
-            block, _ = evict(False)
-            digest = digest_of[block]
-            assert digest is not None
-            del block_of[digest]
-            digest_of[block] = None
-            taken.append(block)
-            removed.append(digest)
-            if self.host is not None:
-                self.host.keep(self.group, digest, block)
-        if removed and self.host is None:
-            for listener in self.listeners:
-                listener.removed(removed)
-        return taken
-
-    def left_host(self, digest: bytes) -> None:
-        """Note that a block is no longer on the host."""
-        if digest not in self._block_of:
-            for listener in self.listeners:
-                listener.removed([digest])
 
     def fetch(self, allocation: BlockAllocation) -> Fetch | None:
         """Begin to bring the blocks of a prompt's prefix back from the host.
@@ -419,7 +334,7 @@ class SlotPool:
         """
         assert self.host is not None
         places = [index for index, block in enumerate(entries) if block == ON_HOST]
-        return {index: self.host.load(self.group, fetch.holder.digest(index), index, fetch) for index in places}
+        return {index: self.host.load(self.blocks.group, fetch.holder.digest(index), index, fetch) for index in places}
 
     def _begin_fetch(self, fetch: Fetch, holder: BlockAllocation, entries: list[int], keys: dict[int, int]) -> None:
         """Gives `holder` a prefix's blocks, and asks for copies of those on the host."""
@@ -427,10 +342,9 @@ class SlotPool:
         self._hold(holder, [block for block in entries if block != ON_HOST])
         self._promise(holder, len(entries))
         blocks, loads = entries.copy(), []
-        for (index, key), block in zip(keys.items(), self._take(len(keys)), strict=True):
-            self._references[block] = 1
+        for (index, key), block in zip(keys.items(), self.blocks.take(len(keys)), strict=True):
             blocks[index] = block
-            loads.append(BlockLoad(key, self.group, block, index, fetch))
+            loads.append(BlockLoad(key, self.blocks.group, block, index, fetch))
         holder.blocks, holder.capacity = blocks, len(blocks) * self.block_size
         self.host.start(loads)
 
@@ -439,21 +353,5 @@ class SlotPool:
         self._end_fetch(fetch, fetch.holder)
 
     def _end_fetch(self, fetch: Fetch, holder: BlockAllocation) -> None:
-        host = self.host
-        assert host is not None
-        stored = []
-        for group, index in fetch.copied:
-            digest, block = holder.digest(index), holder.blocks[index]
-            if group != self.group or fetch.generation != host.generation:
-                continue
-            if (group, index) in fetch.failed:
-                host.drop(group, digest)
-            elif digest not in self._block_of:
-                self._block_of[digest] = block
-                self._digest_of[block] = digest
-                if not host.has(group, digest):
-                    stored.append(index)
-        if stored:
-            for listener in self.listeners:
-                listener.stored(holder, stored)
+        self.blocks.came_back(fetch, holder)
         self.release(holder)
