@@ -17,10 +17,11 @@ from server import errors
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
 from server.engine_client import EventDelivery
+from server.text import REQUEST_WORK
 
 # The W3C traceparent of the current call, or "": set where a call comes in.
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
-_MOST_EVENTS = 64  # of a call handled at once, so that one with many delays no other call
+_MOST_EVENTS = _MOST_REQUESTS = 64  # of a call handled at once, so that one with many delays no other call
 _GRACE_SECONDS = 0.2  # after a deadline, in which a protocol with deadlines ends its calls itself
 
 
@@ -220,13 +221,16 @@ class Generation(ActiveCall):
         self._scores = PromptScores(requests)
         self._assemblers, self._ticket, self._by_token = list(assemblers), ticket, by_token
         self._index = {request.request_id: index for index, request in enumerate(requests)}
+        self._completions: dict[int, Completion] = {}  # of finished requests, by their index
         self._submitted: list[RequestTiming] = []
         self._unfinished = len(requests)
         self._events: list[TokenEvent] = []
 
-    def submit(self) -> None:
+    async def submit(self) -> None:
         """Submits all requests. Raises what `Engine.submit` raises."""
-        for timing in self._timings:
+        for index, timing in enumerate(self._timings):
+            if index % _MOST_REQUESTS == _MOST_REQUESTS - 1:
+                await asyncio.sleep(0)  # lets other calls run first
             self._submit(without_fork_scores(timing.request))
             self._submitted.append(timing)
             for observer in self._observers:
@@ -253,9 +257,34 @@ class Generation(ActiveCall):
         if event.token_ids:
             self._tokens_came(timing, len(event.token_ids))
 
+    async def finish(self) -> None:
+        """Waits until all requests are answered. Raises as iteration does."""
+        async for _ in self:
+            pass
+
+    @property
+    def answer_work(self) -> int:
+        """The size of the complete answer, for `offload_if_long`."""
+        work = 0
+        for request in self.requests:
+            sampling = request.sampling
+            # A scored token takes as long as a line of text.
+            work += REQUEST_WORK + 100 * len(request.prompt) * (sampling.prompt_logprobs is not None)
+            work += 100 * sampling.max_tokens * (sampling.logprobs is not None)
+        return work
+
+    def completions(self) -> list[Completion]:
+        """The completions of all requests so far."""
+        return [self.completion(index) for index in range(len(self.requests))]
+
     def completion(self, index: int = 0) -> Completion:
         """The completion of a request so far."""
-        return self._assemblers[index].completion()
+        found = self._completions.get(index)
+        if found is None:
+            found = self._assemblers[index].completion()
+            if self._assemblers[index].finished:
+                self._completions[index] = found
+        return found
 
     def __aiter__(self) -> Generation:
         return self

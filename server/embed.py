@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxserve.generation import embedding
 from server.call import Call
 from server.handler import RequestHandler
+from server.text import offload_if_long
 
 
 class Embeddings(NamedTuple):
@@ -32,8 +33,10 @@ async def embed(handler: RequestHandler, prompts: Sequence[Mapping[str, Any]], c
     fields = [{**prompt, **embedding.SAMPLING} for prompt in prompts]
     adjust = lambda request: replace(request, pooling=kind)  # noqa: E731
     async with handler.generate(fields, replace(call, has_defaults=False), adjust=adjust) as generation:
-        async for _ in generation:
-            pass
-        completions = [generation.completion(index) for index in range(len(prompts))]
-    values = [embedding.normalized(embedding.of(completion)) for completion in completions]
+        await generation.finish()
+        completions = generation.completions()
+    numbers = sum([len(each.embedding or ()) for each in completions])
+    values = await offload_if_long(
+        numbers, lambda: [embedding.normalized(embedding.of(completion)) for completion in completions]
+    )
     return Embeddings(values, *(sum(getattr(each, name) for each in completions) for name in Embeddings._fields[1:]))

@@ -24,7 +24,7 @@ from server.beam_search import BeamSearchCall
 from server.call import ActiveCalls, Call, Generation, Observer
 from server.engine_client import EngineNotReady, EventDelivery
 from server.kv_events import KvEventLog
-from server.text import TextTools, most_tokens, offload_if_long, parsing_work
+from server.text import REQUEST_WORK, TextTools, most_tokens, offload_if_long, parsing_work
 
 if TYPE_CHECKING:
     from server.engine_client import EngineClient
@@ -194,15 +194,21 @@ class RequestHandler:
             parsed = await self._parse(prompts, call, adjust, defaults, is_cut=is_cut)
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
-            # The server makes its own ids, because two callers may send the same one.
-            requests = [each for request in parsed for each in expand_samples(request, samples, self._new_id)]
             tokenizer, eos_token_ids = self.engine.tokenizer, self.engine.model_config.eos_token_ids
-            assemblers = [Assembler(each, tokenizer, eos_token_ids, special_tokens=special_tokens) for each in requests]
+
+            def make() -> tuple[list[Request], list[Assembler]]:
+                # The server makes its own ids, because two callers may send the same one.
+                requests = [each for request in parsed for each in expand_samples(request, samples, self._new_id)]
+                return requests, [
+                    Assembler(each, tokenizer, eos_token_ids, special_tokens=special_tokens) for each in requests
+                ]
+
+            requests, assemblers = await offload_if_long(REQUEST_WORK * samples * len(parsed), make)
             given = (call, requests, self.observers, self._delivery, assemblers, ticket)
             generation = Generation(*given, by_token=by_token)
             with self.calls.under_way(generation):
                 try:
-                    generation.submit()
+                    await generation.submit()
                     del compiled  # from here on the engine keeps the grammars
                     yield generation
                 finally:

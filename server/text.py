@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 _LONG_TEXT = 4_000  # characters; work on more runs off the event loop (about a millisecond)
+REQUEST_WORK = 64  # a request takes as long to make as so many characters to tokenize
 # Few threads, so that long texts take turns for the processor and leave some of it to the engine.
 _THREADS = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="jaxserve-text")
 
@@ -49,9 +50,13 @@ class TextTools:
 
     async def tokenize(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
         """The token ids of a text. Raises ApiError, naming the field, if there are none or too many."""
+        return await offload_if_long(len(text), self.ids, text, special_tokens=special_tokens, field=field)
+
+    def ids(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
+        """The same; a long text takes a while."""
         self.check_fits(field, text, self._engine.max_context)
         try:
-            ids = await offload_if_long(len(text), self.tokenizer.encode, text, special_tokens=special_tokens)
+            ids = self.tokenizer.encode(text, special_tokens=special_tokens)
         except ValueError as problem:
             raise errors.invalid(field, str(problem)) from problem
         if len(ids) > MAX_VALUES:
@@ -97,7 +102,7 @@ def parsing_work(fields: Mapping[str, Any]) -> int:
     if fields.get("messages"):
         return _LONG_TEXT + 1
     biases = fields.get("logit_bias")
-    return most_tokens(fields) + (len(biases) if isinstance(biases, Mapping) else 0)
+    return REQUEST_WORK + most_tokens(fields) + (len(biases) if isinstance(biases, Mapping) else 0)
 
 
 async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

@@ -19,7 +19,6 @@ from jaxserve.sampling_params import SAMPLING_PARAMS
 from server.call import Call
 from server.compat.kserve_tensors import Tensor
 from server.handler import RequestHandler
-from server.http.openai import finished
 
 PROMPT, TEXT = "text_input", "text_output"
 INPUTS = ({"name": PROMPT, "datatype": "BYTES", "shape": [-1]},)  # others are optional
@@ -136,7 +135,8 @@ async def whole(handler: RequestHandler, asked: Asked, call: Call) -> list[Tenso
     if asked.stream:
         raise InvalidRequest("stream", "needs a call that streams: ModelStreamInfer, or generate_stream over HTTP")
     async with _generate(handler, asked, call) as generation:
-        found = await finished(generation)
+        await generation.finish()
+        found = generation.completions()
         return _outputs(
             asked,
             [each.text for each in found],

@@ -18,7 +18,6 @@ from server.errors import ApiError, ErrorKind
 from server.handler import RequestHandler
 from server.http import logprobs
 from server.http.call import HttpCall
-from server.http.openai import finished
 from server.http.schemas import seed_of
 
 STATUSES = {ErrorKind.INVALID: 422, ErrorKind.UNSUPPORTED: 422, ErrorKind.FAILED: 424}
@@ -122,7 +121,8 @@ class _Answer:
         self._inputs, self._given, self._tokenizer = inputs, given, tokenizer
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
-        completions, prompt = await finished(generation), generation.requests[0].prompt
+        await generation.finish()
+        completions, prompt = generation.completions(), generation.requests[0].prompt
         (first,) = best(completions, 1)
         others = [one for one in completions if one is not first]
         answer: dict[str, Any] = {"generated_text": self._text(first)}

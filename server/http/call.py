@@ -18,7 +18,7 @@ from server.handler import RequestHandler
 from server.http import json_text
 from server.http.body import IgnoredLog, ignored_fields, warning_header
 from server.limits import LONG_BYTES, MAX_BODY_BYTES, MAX_UNFINISHED_BYTES
-from server.text import offload_if
+from server.text import offload_if, offload_if_long
 from server.unfinished import UnfinishedBodies
 
 DONE = b"[DONE]"  # the last event of a stream in OpenAI's API
@@ -161,6 +161,10 @@ class HttpCall:
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self.whole(encoded(value), "application/json", status, headers)
+
+    async def made_json(self, size: int, make: Callable[[], Any]) -> None:
+        """Answers with what `make` returns, made on another thread if `size` is long."""
+        await self.whole(await offload_if_long(size, lambda: encoded(make())), "application/json")
 
     async def whole(
         self, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None

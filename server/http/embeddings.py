@@ -46,12 +46,16 @@ class EmbeddingsEndpoint:
         found = await embed(self._handler, prompts, call, body.pooling)
         if body.dimensions not in (None, size := len(found.values[0])):
             raise InvalidRequest("dimensions", f"is {body.dimensions}; embeddings of this model have {size}")
-        data = [
-            {"object": "embedding", "index": index, "embedding": _encoded(values, body.encoding_format)}
-            for index, values in enumerate(found.values)
-        ]
-        usage = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
-        await http_call.json({"object": "list", "data": data, "model": self._handler.model_name, "usage": usage})
+
+        def answer() -> dict[str, Any]:
+            data = [
+                {"object": "embedding", "index": index, "embedding": _encoded(values, body.encoding_format)}
+                for index, values in enumerate(found.values)
+            ]
+            usage = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+            return {"object": "list", "data": data, "model": self._handler.model_name, "usage": usage}
+
+        await http_call.made_json(4 * size * len(found.values), answer)
 
 
 def _encoded(values: list[float], form: str) -> list[float] | str:

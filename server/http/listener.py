@@ -23,6 +23,7 @@ HEADER_SECONDS = 10  # within which they must arrive
 _MAX_HEADERS = 256  # each takes some microseconds, in which nobody else is served; so does a chunk
 _MAX_SMALL_CHUNKS, _LEAST_CHUNK = 256, 256  # chunks of a body beyond the first must have so many bytes on average
 _MAX_CONNECTIONS = 4096
+_WAITING_CONNECTIONS, _ACCEPTED = 2048, 64  # not accepted yet, and at most accepted before others are served
 # Detects a client whose machine has gone, so that its slots are freed.
 _TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
@@ -194,6 +195,7 @@ class HttpListener:
                 server_header=False,
                 proxy_headers=False,
                 limit_concurrency=_MAX_CONNECTIONS,
+                backlog=_ACCEPTED,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=1,
                 **(tls.uvicorn_settings() if tls is not None else {}),
@@ -221,6 +223,8 @@ class HttpListener:
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
+        if self._server.started:
+            listening.listen(_WAITING_CONNECTIONS)
         return port
 
     async def stop(self) -> None:

@@ -17,7 +17,6 @@ from server.handler import Adjust, RequestHandler
 from server.http.call import DONE, HttpCall, status_of
 from server.http.choices import ChatChoice, Choice
 from server.http.schemas import ChatBody, CompletionBody
-from server.text import offload_if_long
 
 _TYPES = {
     ErrorKind.NOT_FOUND: "not_found_error",
@@ -94,7 +93,8 @@ class Completions:
             if body.stream:
                 await self._stream(http_call, body, generation, usage_wanted)
             else:
-                await http_call.json(await self._whole(body, generation, samples))
+                await generation.finish()
+                await http_call.made_json(generation.answer_work, lambda: self._whole(body, generation, samples))
 
     def _shows_special_tokens(self, body: Any) -> bool:
         """Whether the text has special tokens: on request, or because tool calls are between them."""
@@ -120,20 +120,15 @@ class Completions:
         usage = _usage([len(request.prompt) for request, _ in found], [len(each.token_ids) for _, each in answers])
         return self._header(call.id) | {"choices": choices, "usage": usage}
 
-    async def _whole(self, body: Any, generation: Generation, samples: int) -> dict[str, Any]:
-        completions, n = await finished(generation), body.n or 1
-
-        def choices() -> list[dict[str, Any]]:
-            answers = [
-                (generation.requests[first], completion)
-                for first in range(0, len(completions), samples)
-                for completion in best(completions[first : first + samples], n)
-            ]
-            return [self._chosen(body, request, i).whole(each) for i, (request, each) in enumerate(answers)]
-
-        scored = sum(len(completion.prompt_logprobs or ()) for completion in completions)
-        size = 100 * scored  # a token takes as long as a line of text
-        answer = self._header(generation.call.id) | {"choices": await offload_if_long(size, choices)}
+    def _whole(self, body: Any, generation: Generation, samples: int) -> dict[str, Any]:
+        completions, n = generation.completions(), body.n or 1
+        answers = [
+            (generation.requests[first], completion)
+            for first in range(0, len(completions), samples)
+            for completion in best(completions[first : first + samples], n)
+        ]
+        choices = [self._chosen(body, request, i).whole(each) for i, (request, each) in enumerate(answers)]
+        answer = self._header(generation.call.id) | {"choices": choices}
         answer["usage"] = _usage_of(completions, samples, body)
         first = self._chosen(body, generation.requests[0], 0)
         return answer | first.of_the_call(completions[0])
@@ -178,12 +173,6 @@ def _prompts(body: ChatBody | CompletionBody) -> list[dict[str, Any]]:
     """The fields of each prompt, as `parse_request` takes them. Raises InvalidRequest."""
     sampling = body.sampling
     return [prompt | sampling for prompt in body.prompts]
-
-
-async def finished(generation: Generation) -> list[Completion]:
-    async for _ in generation:
-        pass
-    return [generation.completion(index) for index in range(len(generation.requests))]
 
 
 def _usage_of(completions: Sequence[Completion], samples: int, body: Any) -> dict[str, Any]:

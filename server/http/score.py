@@ -15,8 +15,9 @@ from server.call import Call
 from server.handler import RequestHandler
 from server.http.body import Body
 from server.http.call import HttpCall
-from server.http.openai import check_model, finished
+from server.http.openai import check_model
 from server.limits import MAX_PROMPTS
+from server.text import REQUEST_WORK, offload_if_long
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 # The text is scored, and the token after it dropped: the engine generates at least one.
@@ -90,20 +91,32 @@ class Scoring:
         Args:
           fields: names of the texts, for errors.
         """
-        text, prompts, starts = self._handler.text, [], []
-        for first, second in pairs:
-            before = await text.tokenize(first, field=fields[0])
-            scored = await text.tokenize(second, field=fields[1], special_tokens=False)
-            for field, ids in zip(fields, (before, scored), strict=True):
-                if not ids:
-                    raise InvalidRequest(field, "has a text without tokens")
-            prompts.append({"prompt_token_ids": before + scored} | _SCORING)
-            starts.append(len(before))
+
+        def tokenized() -> list[tuple[list[int], list[int]]]:
+            found = []
+            for first, second in pairs:
+                before = self._handler.text.ids(first, field=fields[0])
+                scored = self._handler.text.ids(second, field=fields[1], special_tokens=False)
+                for field, ids in zip(fields, (before, scored), strict=True):
+                    if not ids:
+                        raise InvalidRequest(field, "has a text without tokens")
+                found.append((before, scored))
+            return found
+
+        size = sum([REQUEST_WORK + len(first) + len(second) for first, second in pairs])
+        ids = await offload_if_long(size, tokenized)
+        prompts = [{"prompt_token_ids": before + scored} | _SCORING for before, scored in ids]
         call = Call(id=http_call.id, protocol="http", has_defaults=False)
         async with self._handler.generate(prompts, call) as generation:
-            completions = await finished(generation)
-        scores = [_mean(completion, start) for completion, start in zip(completions, starts, strict=True)]
-        return scores, sum(completion.prompt_tokens for completion in completions)
+            await generation.finish()
+
+            def means() -> list[float]:
+                return [
+                    _mean(each, len(before)) for each, (before, _) in zip(generation.completions(), ids, strict=True)
+                ]
+
+            scores = await offload_if_long(generation.answer_work, means)
+        return scores, sum(len(request.prompt) for request in generation.requests)
 
 
 def _mean(completion: Completion, start: int) -> float:

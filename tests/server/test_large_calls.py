@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
+from jaxserve.generation.completion import Assembler
 from jaxserve.generation.parsing import parse_sampling
 from jaxserve.text.token_sizes import BYTES, most_bytes
 from jaxserve.text.tokenizer import Tokenizer
@@ -204,6 +206,39 @@ def test_a_text_that_is_cut_may_be_longer(serve_http: Serve) -> None:
         fields = {"prompt": "a" * 50_000 + "bc", "max_tokens": 2, "truncate_prompt_tokens": 2}
         status, answer = await post(it, "/v1/completions", **fields)
         assert (status, answer["choices"][0]["text"]) == (200, "bc")
+
+    serve_http(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["abc"] * 100, "max_tokens": 1, "logprobs": 2}),
+        ("/score", {"text_1": "a", "text_2": ["abc" * 30] * 100}),
+    ],
+)
+def test_many_short_texts_are_handled_beside_the_event_loop(
+    serve_http: Serve, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take as long as a long one: to tokenize, to make requests of, and to answer."""
+    seen = []
+
+    def noting(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            seen.append((name, threading.current_thread() is threading.main_thread()))
+            return work(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    async def scenario(it: Served) -> None:
+        for owner, name in ((Tokenizer, "encode"), (Assembler, "__init__"), (Assembler, "completion")):
+            noting(owner, name)
+        status, answer = await post(it, path, **fields)
+        assert status == 200, answer
+        assert {name for name, _ in seen} == {"encode", "__init__", "completion"}
+        assert not [name for name, is_main in seen if is_main]
 
     serve_http(scenario)
 

@@ -1,11 +1,15 @@
 """Connections of strangers: unfinished bodies, calls that proxies read differently, and names of other hosts."""
 
 import asyncio
+import contextlib
+import itertools
+import socket
 from collections.abc import Callable
 
 import pytest
 
 from server.http import call as http_call
+from server.http import listener
 from server.unfinished import UnfinishedBodies
 from tests.server.conftest import Served
 from tests.server.http.http_calls import ask, post
@@ -41,6 +45,23 @@ def test_unfinished_bodies_have_one_budget(serve_port: Serve, monkeypatch: pytes
         assert http_call._unfinished._total == 0
 
     monkeypatch.setattr(http_call, "_unfinished", UnfinishedBodies(100_000))
+    serve_port(scenario)
+
+
+def test_many_connections_are_accepted_a_few_at_a_time(serve_port: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], listener._Protocol.connection_made
+    monkeypatch.setattr(listener._Protocol, "connection_made", lambda *given: made.append(1) or make(*given))
+
+    async def scenario(it: Served) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(300):  # all connect while the loop does nothing
+                stack.enter_context(socket.create_connection(("127.0.0.1", it.http_port), timeout=5))
+            turns = [len(made)]
+            while turns[-1] < 300:
+                await asyncio.sleep(0)
+                turns.append(len(made))
+            assert max(after - before for before, after in itertools.pairwise(turns)) <= 64
+
     serve_port(scenario)
 
 
