@@ -27,7 +27,7 @@ from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.simulate import fleet, virtual_clock
 from jaxserve.simulate import workload as traffic
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.steady_rows import SteadyScheduler
+from jaxserve.simulate.steady_scheduler import SteadyScheduler
 from jaxserve.simulate.system import bucket_costs, iteration_seconds
 from jaxserve.simulate.virtual_clock import Arrival, HostTimes, SimulatedDevice, SimulatedReplica
 from sharding import specs

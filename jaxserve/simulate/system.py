@@ -20,7 +20,8 @@ from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate import fleet
 from jaxserve.simulate.outcome import Outcome, OutcomeTable, ShortOutcome
-from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
+from jaxserve.simulate.steady_plans import SteadyPlan
+from jaxserve.simulate.steady_scheduler import SteadyScheduler
 from jaxserve.simulate.virtual_clock import (
     EOS,
     Arrival,

@@ -18,7 +18,8 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import check_fits
 from jaxserve.simulate.outcome import GapCounts, Outcome, TableOutcome
 from jaxserve.simulate.outputs import SimulatedOutputs
-from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
+from jaxserve.simulate.steady_plans import SteadyPlan
+from jaxserve.simulate.steady_scheduler import SteadyScheduler
 from jaxserve.simulate.workload import DrawnPrompt, Workload
 
 EOS = 1  # the token that ends a request before its limit

@@ -12,23 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxserve.iteration import (
-    Admission,
-    BlockCopy,
-    Chunk,
-    IterationPlan,
-    IterationResult,
-    PooledRange,
-    SamplerVariant,
-    TableChange,
-)
+from jaxserve.iteration import Chunk, IterationPlan, IterationResult
 from jaxserve.request import FinishReason, TokenEvent
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.scheduler import PlanInFlight, Scheduler
 from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import Phase, RequestState
+from jaxserve.simulate.steady_plans import SteadyGroup, SteadyPlan, SteadyPlanBuilder, SteadyRow, add_row
 
 _by_key = attrgetter("key")
 _LEAST = 3  # plans that a row must be steady for; for fewer it costs more to count it than to list it
@@ -38,118 +30,8 @@ def _key_of_state(due: tuple[RequestState, int]) -> tuple[float, int]:
     return due[0].key
 
 
-def _key_of_row(row: _SteadyRow) -> tuple[float, int]:
+def _key_of_row(row: SteadyRow) -> tuple[float, int]:
     return row.state.key
-
-
-class SteadyPlan(IterationPlan):
-    """A plan with rows that decode beside its chunks. It changes when some of them are listed.
-
-    Attributes:
-      steady: number of these rows.
-      starts: sum of the positions that they compute.
-      listed: how many of the chunks are decodes; they come first.
-      group: which these rows are.
-      number: of the plan among those of the group.
-    """
-
-    __slots__ = ("admissions", "bucket", "chunks", "group", "listed", "number", "sequence", "starts", "steady")
-    __setattr__ = object.__setattr__
-    __delattr__ = object.__delattr__  # with both, setting a field takes a fifth of the time
-    sequence: int
-    bucket: int
-    admissions: tuple[Admission, ...]
-    chunks: tuple[Chunk, ...]
-    table_changes: tuple[TableChange, ...] = ()  # a simulation has no use for these
-    sampler: SamplerVariant | None = None
-    scoring: bool = False
-    drafts: tuple[int, ...] = ()
-    block_copies: tuple[BlockCopy, ...] = ()
-    pooled: tuple[PooledRange, ...] = ()
-
-    def __init__(self, group: SteadyGroup, sequence: int, bucket: int) -> None:
-        """A plan of the steady rows alone, the next of their group."""
-        self.sequence, self.bucket, self.group, self.number = sequence, bucket, group, group.launched
-        self.steady = len(group.rows)
-        self.starts = group.bases + self.steady * group.launched
-        self.listed = 0
-        self.chunks = self.admissions = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, without padding."""
-        return self.steady + sum([length for _, _, length, _ in self.chunks]) if self.chunks else self.steady
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self.steady + len(self.chunks)
-
-
-class _SteadyPlanBuilder(PlanBuilder):
-    """A plan under construction, to which the steady rows are added at the end."""
-
-    __slots__ = ("group", "listed", "starts", "steady")
-
-    def __init__(self, group: SteadyGroup) -> None:
-        super().__init__()
-        self.group, self.listed = group, 0
-        self.steady = len(group.rows)
-        self.starts = group.bases + self.steady * group.launched
-
-    @property
-    def decodes(self) -> int:
-        return self.steady + len(self.states)
-
-    def slots_read(self, window: int | None) -> int:
-        assert window is None
-        return self.starts + self.steady + super().slots_read(window)
-
-    def change_table(self, state: RequestState, index: int) -> None:
-        """Nobody reads the block tables of a simulation."""
-
-    def build(self, sequence: int, bucket: int, sampler: int, *, scoring: bool) -> SteadyPlan:
-        plan = SteadyPlan(self.group, sequence, bucket)
-        plan.listed, plan.chunks, plan.admissions = self.listed, tuple(self.chunks), tuple(self.admissions)
-        return plan
-
-
-class _SteadyRow(NamedTuple):
-    """A steady row: plan p of its group, from `first` to `last`, computes position `base + p`."""
-
-    state: RequestState
-    base: int
-    first: int
-    last: int
-    group: SteadyGroup
-
-
-def _put(rows: dict[int, list[_SteadyRow]], plan: int, row: _SteadyRow) -> None:
-    """Add a row to those of a plan."""
-    if plan <= row.last:
-        rows.setdefault(plan, []).append(row)
-
-
-class SteadyGroup:
-    """Rows that decode in the same plans: all with one stage, a batch's with several.
-
-    Attributes:
-      rows: the steady rows, by the names of their requests, but for those whose last plan is launched.
-      bases: the sum of theirs.
-      launched: number of the group's plans.
-      landed: when the tokens of each came.
-      listing / ending / growing / publishing: by plan: the rows that are listed from it on, whose last plan it is, that
-        it gives a block, and whose block is complete when it lands.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[str, _SteadyRow] = {}
-        self.bases = self.launched = 0
-        self.landed = array("d")
-        self.listing: dict[int, list[_SteadyRow]] = {}
-        self.ending: dict[int, list[_SteadyRow]] = {}
-        self.growing: dict[int, list[_SteadyRow]] = {}
-        self.publishing: dict[int, list[_SteadyRow]] = {}
 
 
 class SteadyScheduler(Scheduler):
@@ -171,7 +53,7 @@ class SteadyScheduler(Scheduler):
         super().__init__(*args, **settings)
         self.last_of: Callable[[str], int] = {}.__getitem__
         self.advanced: Callable[[str, array[float]], None] = lambda name, times: None
-        self._steady: dict[str, _SteadyRow] = {}
+        self._steady: dict[str, SteadyRow] = {}
         self._groups = [SteadyGroup()]
         self._plans: deque[SteadyPlan] = deque()  # in flight
         self._can_count = type(self.pool) is SlotPool and self._fixed_chunk is None and self.drafting is None
@@ -244,7 +126,7 @@ class SteadyScheduler(Scheduler):
                 insort(self.requests.running, state, key=_by_key)
                 self.requests.finish(state)
 
-    def _leave(self, row: _SteadyRow) -> None:
+    def _leave(self, row: SteadyRow) -> None:
         """Take a row out of the next plans of its group."""
         del row.group.rows[row.state.name]
         row.group.bases -= row.base
@@ -309,9 +191,9 @@ class SteadyScheduler(Scheduler):
         for state, computed in sorted(due, key=_key_of_state) if len(due) > 1 else due:
             self.pool.publish(state.allocation, computed)
         for row in rows:
-            _put(publishing, int(row.state.allocation.publish_at) - 1 - row.base, row)
+            add_row(publishing, int(row.state.allocation.publish_at) - 1 - row.base, row)
 
-    def _still_steady(self, rows: dict[int, list[_SteadyRow]], plan: int) -> list[_SteadyRow]:
+    def _still_steady(self, rows: dict[int, list[SteadyRow]], plan: int) -> list[SteadyRow]:
         """Take the rows of a plan that have not been listed meanwhile."""
         if plan not in rows:
             return []
@@ -347,10 +229,10 @@ class SteadyScheduler(Scheduler):
         return [state for state in running if not state.in_flight] if self._exclusive else running
 
     def _new_plan(self) -> PlanBuilder:
-        return _SteadyPlanBuilder(self._next_group())
+        return SteadyPlanBuilder(self._next_group())
 
     def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
-        assert isinstance(plan, _SteadyPlanBuilder)
+        assert isinstance(plan, SteadyPlanBuilder)
         self._grow(plan.group)
         self.requests.counted_slots = sum([each.bases + len(each.rows) * (each.launched + 1) for each in self._groups])
         may_admit = super()._gather_running(plan, budget - plan.steady)
@@ -363,10 +245,10 @@ class SteadyScheduler(Scheduler):
             allocation = row.state.allocation
             self.fetches.cancel_for(allocation, allocation.capacity + 1)
             self.pool.extend(allocation, allocation.capacity + 1)
-            _put(group.growing, group.launched + self.pool.block_size, row)
+            add_row(group.growing, group.launched + self.pool.block_size, row)
 
     def _launch(self, builder: PlanBuilder, bucket: int) -> IterationPlan:
-        assert isinstance(builder, _SteadyPlanBuilder)
+        assert isinstance(builder, SteadyPlanBuilder)
         plan, group = super()._launch(builder, bucket), builder.group
         assert isinstance(plan, SteadyPlan)
         self._count_plan(plan)
@@ -393,19 +275,19 @@ class SteadyScheduler(Scheduler):
         """Make a row steady from the next plan of a group on."""
         allocation, size, first = state.allocation, self.pool.block_size, group.launched
         base, end = state.computed - first, first + self._decodes_of(state)
-        row = self._steady[state.name] = group.rows[state.name] = _SteadyRow(state, base, first, end - 1, group)
+        row = self._steady[state.name] = group.rows[state.name] = SteadyRow(state, base, first, end - 1, group)
         group.bases += base
         self.requests.num_counted += 1
         if base + end == state.limit - 1:
-            _put(group.ending, end - 1, row)
+            add_row(group.ending, end - 1, row)
         else:
             group.listing.setdefault(end, []).append(row)
-        _put(group.growing, allocation.capacity - base, row)
+        add_row(group.growing, allocation.capacity - base, row)
         if allocation.publish_at < inf:
             publish_at = max(int(allocation.publish_at), (state.computed // size + 1) * size)  # the rest is in flight
-            _put(group.publishing, publish_at - 1 - base, row)
+            add_row(group.publishing, publish_at - 1 - base, row)
 
-    def _list(self, row: _SteadyRow) -> None:
+    def _list(self, row: SteadyRow) -> None:
         """List a row again, in the next plan and in those in flight."""
         state, base, first, last, group = row
         del self._steady[state.name]

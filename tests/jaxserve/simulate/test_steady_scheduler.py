@@ -18,7 +18,8 @@ from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.cache_groups import CacheGroups
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulate.outcome import Outcome
-from jaxserve.simulate.steady_rows import SteadyPlan, SteadyScheduler
+from jaxserve.simulate.steady_plans import SteadyPlan
+from jaxserve.simulate.steady_scheduler import SteadyScheduler
 from jaxserve.simulate.system import SimulatedEngine, SimulationResult
 from jaxserve.simulate.virtual_clock import Arrival, HostTimes
 
