@@ -151,9 +151,9 @@ def _on_two_axes(deployment: Deployment, tensor: int, other: int) -> Iterator[_S
 
 
 def _on_the_pool(deployment: Deployment, tensor: int, others: int) -> Iterator[_Split]:
-    """The pool's heads over the tensor axis, its rows and slots over others, all products over all of them.
+    """The pool's heads over the tensor axis, its rows and slots over others.
 
-    Experts may go over the axis of the rows.
+    All products are over all of these axes. Experts may go over the axis of the rows.
     """
     base, counts = deployment.spec, model_of(deployment.config).axis_sizes()
     for rows in _divisors(others):
@@ -176,7 +176,10 @@ def _on_the_pool(deployment: Deployment, tensor: int, others: int) -> Iterator[_
 def _split(
     base: ShardingSpec, others: Mapping[str, int], tensor: int, rules: Mapping[str, Target], told: str, **more: Any
 ) -> _Split:
-    """A mesh of several axes and the rules unlike the base's; what the base keeps whole stays whole."""
+    """A mesh of several axes, and the rules that differ from the base's.
+
+    What the base keeps whole stays whole.
+    """
     changed = {
         axis: target
         for axis, target in rules.items()

@@ -1,4 +1,4 @@
-"""Plans of the simulator that count the rows which only get one more token, instead of listing them."""
+"""The simulator's plans, in which rows that only get one more token are counted."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ def main() -> int:
 
 
 def end_at_once() -> Any:
-    """Lets Ctrl-C end the process from now on, if it raises an exception so far. Returns the handler until then."""
+    """Let Ctrl-C end the process from now on, if it raises an exception so far.
+
+    Returns the handler until then.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # it may be ignored, as in the background of a script
         signal.signal(signal.SIGINT, _end)

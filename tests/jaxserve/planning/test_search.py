@@ -84,7 +84,7 @@ def test_a_search_tries_every_axis():
     assert not any("experts" in each.rules for each in layouts(question(LLAMA, topology="v5e:2x2")))
 
 
-def test_long_contexts_and_many_rows_are_split_where_that_is_faster():
+def test_pools_are_split_where_that_is_faster():
     """8 KV heads over 64 devices are copies; contexts over some of them are not, nor requests."""
     for context, rows, expected in ((131_071, 1, "slots over"), (8191, 32, "rows over")):
         deployment = dataclasses.replace(named("llama-3.1-70b", "v6e:8x8", max_rows=rows), context=context)
