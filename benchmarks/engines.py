@@ -65,9 +65,18 @@ def ours(checkpoint: Path, dtype: str, config: EngineConfig, scratch: Path) -> C
 
 
 def peer(
-    name: str, checkpoint: Path, dtypes: Sequence[str], env_dir: Path, scratch: Path, say: Callable[[str], None]
+    name: str,
+    checkpoint: Path,
+    dtypes: Sequence[str],
+    quantize: str | None,
+    env_dir: Path,
+    scratch: Path,
+    say: Callable[[str], None],
 ) -> tuple[list[Contender], list[str]]:
     """Makes a peer's environment and converts its checkpoints, in every dtype that it can serve.
+
+    Args:
+      quantize: how our weights are held; a peer that has no such format is left out.
 
     Returns:
       The contenders, and a line for each dtype that the peer cannot serve.
@@ -89,16 +98,19 @@ def peer(
         if reason is not None:
             notes.append(f"{name} is not compared with {checkpoint.name} in {dtype}: {reason}")
             continue
-        model = checkpoint
+        if quantize is not None and quantize not in known.quantized:
+            notes.append(f"{name} is not compared with {checkpoint.name} in {quantize}: it has no such weights here")
+            continue
+        model, held = checkpoint, dtype if quantize is None else known.quantized[quantize]
         if known.converted is not None:
-            ending = known.converted.format(dtype=dtype)
+            ending = known.converted.format(dtype=held)
             model = env_dir / f"{checkpoint.name}-{_fingerprint(checkpoint)}{ending}"
             if not model.exists():
                 say(f"converting the checkpoint for {name}: {model}")
                 # The file is renamed when it is complete, so that an interrupted run leaves none.
                 partial = model.with_suffix(".partial")
                 environments.run_script(
-                    python, environments.CONVERTER, name, str(checkpoint), str(partial), dtype, name=name
+                    python, environments.CONVERTER, name, str(checkpoint), str(partial), held, name=name
                 )
                 partial.rename(model)
         vocab_size = model_config.vocab_size

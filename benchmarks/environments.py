@@ -29,6 +29,7 @@ class Peer:
       build: environment variables for the installation.
       converted: the ending of the name of a checkpoint in the peer's own format, with {dtype} where each dtype has its
         own; None where the peer reads ours.
+      quantized: the format with as many bits as ours of each `--quantize`; it takes the place of {dtype}.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Peer:
     job: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, str] = field(default_factory=dict)
     converted: str | None = None
+    quantized: Mapping[str, str] = field(default_factory=dict)
 
 
 OURS = "jaxserve"
@@ -66,6 +68,7 @@ PEERS = {
             script="run_llama_cpp.py",
             build={"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DGGML_CUDA={_CUDA}"},  # no image models
             converted="-{dtype}.gguf",
+            quantized={"int8": "q8_0", "int4": "q4_0"},
         ),
     )
 }

@@ -18,7 +18,8 @@ from server.commands.bench import report
 from server.commands.bench.step import Case
 
 # Tolerated differences of logprobs. llama.cpp looks GeLU up in half precision even in float32.
-TOLERANCES = {"float32": 0.01, "bfloat16": 0.1}
+# Weights are rounded in another way by each engine.
+TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "int8": 0.2, "int4": 1.0}
 OPENING = 4  # tokens of each request that are compared with ours under load
 SAME_OPENINGS = 0.5  # the least share of equal openings: rounding changes a few, a broken engine nearly all
 # Figures of a load: label -> where its answer has the figure.
@@ -51,9 +52,13 @@ class Agreement:
         return (self.largest or 0.0) <= self.tolerance and self.mismatches == 0
 
 
-def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], dtype: str) -> Agreement:
-    """Compares our completions (jobs.complete) with a peer's scores of the same sequences."""
-    tolerance = TOLERANCES[dtype]
+def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], held: str) -> Agreement:
+    """Compares our completions (jobs.complete) with a peer's scores of the same sequences.
+
+    Args:
+      held: the dtype, or how weights are quantized.
+    """
+    tolerance = TOLERANCES[held]
     largest, mismatches = None, 0
     for mine, other in zip(ours, theirs, strict=True):
         if other["logprobs"] is not None:

@@ -173,7 +173,7 @@ def measure(
     environment = machine.environment()
     try:
         with progress_bars() as bars, tempfile.TemporaryDirectory(prefix="jaxserve-peers-") as scratch:
-            turns = _Turns(scope, config.max_rows, results, bars)
+            turns = _Turns(scope, config, results, bars)
             for checkpoint in checkpoints:
                 group = gather(checkpoint, peers, dtypes, config, env_dir, Path(scratch), results, bars)
                 turns.take(group)
@@ -199,7 +199,7 @@ def gather(
     found = [engines.ours(checkpoint, dtype, config, scratch) for dtype in dtypes]
     for name in peers:
         try:
-            more, notes = engines.peer(name, checkpoint, dtypes, env_dir, scratch, say)
+            more, notes = engines.peer(name, checkpoint, dtypes, config.quantize, env_dir, scratch, say)
         except PeerError as error:
             results.problem(str(error))
             say(str(error))
@@ -212,8 +212,9 @@ def gather(
 class _Turns:
     """The turns of the engines on one checkpoint after another."""
 
-    def __init__(self, scope: Scope, rows: int, results: PeerResults, bars: Progress) -> None:
-        self._scope, self._rows, self._results, self._bars = scope, rows, results, bars
+    def __init__(self, scope: Scope, config: EngineConfig, results: PeerResults, bars: Progress) -> None:
+        self._scope, self._results, self._bars = scope, results, bars
+        self._rows, self._quantize = config.max_rows, config.quantize
 
     def take(self, group: Sequence[Contender]) -> None:
         """Checks outputs; times steps of the contenders that agree with ours, and serves loads."""
@@ -232,7 +233,9 @@ class _Turns:
                 answer = self._turn(contender, "check", 0, _complete)
                 ours[contender.dtype] = answer and answer["completions"]
             elif (completions := ours[contender.dtype]) is not None:
-                answer = self._turn(contender, "check", 0, functools.partial(_score, ours=completions))
+                answer = self._turn(
+                    contender, "check", 0, functools.partial(_score, ours=completions, quantize=self._quantize)
+                )
             else:
                 continue
             kept += [contender] if answer is not None else []
@@ -334,10 +337,10 @@ def _complete(contender: Contender) -> dict[str, Any]:
     return contender.do(prompts=prompts, steps=CHECK_STEPS)
 
 
-def _score(contender: Contender, ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _score(contender: Contender, ours: Sequence[dict[str, Any]], quantize: str | None) -> dict[str, Any]:
     sequences = [completion["tokens"] for completion in ours]
     scores = contender.do(sequences=sequences, prompt_length=CHECK_LENGTH)["scores"]
-    found = peer_results.agreement(ours, scores, contender.dtype)
+    found = peer_results.agreement(ours, scores, quantize or contender.dtype)
     if not found.holds:
         raise PeerError(f"its outputs are not ours: {found}; it is left out")
     return dataclasses.asdict(found)

@@ -264,7 +264,7 @@ class Engine:
         if pipeline.spans_hosts:
             raise ValueError("several hosts share the model, so its weights cannot be replaced; restart with new ones")
         expected = pipeline.model.unpadded.shapes(pipeline.shape.attention.dtype)
-        startup.check_tree(expected, params, int8=self.config.quantize == "int8")
+        startup.check_tree(expected, params, quantized=self.config.quantize is not None)
         with self._lock:
             if self._changing_weights:
                 raise RuntimeError("the weights are being replaced by another call")

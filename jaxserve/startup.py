@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
         programs[0].model,
         compute_dtype(config),
         place=placement(programs),
-        int8=programs[0].int8,
+        quantize=programs[0].quantize,
         progress=progress,
     )
     return start(config, replicas, reason, params, progress, time.perf_counter() - started), tokenizer
@@ -86,17 +85,17 @@ def from_params(model_config: ModelConfig, params: Any, config: EngineConfig, pr
     if config.compilation_cache == cache_folder.AUTO:
         config = dataclasses.replace(config, compilation_cache=None)
     model = models.build(model_config)
-    check_tree(model.shapes(compute_dtype(config)), params, int8=config.quantize == "int8")
+    check_tree(model.shapes(compute_dtype(config)), params, quantized=config.quantize is not None)
     return start(config, *replica_programs(config, model), params, progress, 0.0)
 
 
-def check_tree(expected: Any, params: Any, *, int8: bool = False) -> None:
+def check_tree(expected: Any, params: Any, *, quantized: bool = False) -> None:
     """ValueError, naming the parameter, where weights have other names or shapes than expected.
 
     Args:
-      int8: whether matrices may be in eight bits already.
+      quantized: whether matrices may be quantized already.
     """
-    is_leaf = is_matrix if int8 else None
+    is_leaf = is_matrix if quantized else None
     wanted, given = (
         {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
         for tree in (expected, params)
@@ -285,7 +284,7 @@ def _padding(model: models.Model) -> str:
 def _bytes_held(tree: Any) -> int:
     """Bytes of arrays, or of what they are described by, on all their devices, copies counted."""
     return sum(
-        len(leaf.sharding.device_set) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        len(leaf.sharding.device_set) * weights.nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)
     )
 

@@ -1,12 +1,13 @@
 """Writes a Hugging Face checkpoint without a tokenizer in the format of another engine.
 
-    python write_checkpoint.py llama.cpp|ctranslate2 CHECKPOINT OUT float32|bfloat16
+    python write_checkpoint.py llama.cpp|ctranslate2 CHECKPOINT OUT float32|bfloat16|q8_0|q4_0
 
 The script runs in the engine's own environment, which has no jaxserve.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from collections.abc import Iterator
@@ -134,6 +135,20 @@ def write_gguf(checkpoint: Path, config: dict[str, Any], out: str, dtype: str) -
     writer.close()
 
 
+def write_quantized_gguf(checkpoint: Path, config: dict[str, Any], out: str, form: str) -> None:
+    """Writes what llama.cpp's own tool makes of float32: q8_0, or q4_0 with a token table in 6 bits."""
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    wide = f"{out}.wide"
+    write_gguf(checkpoint, config, wide, "float32")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[form]
+    code = llama_cpp.llama_model_quantize(wide.encode(), out.encode(), ctypes.byref(params))
+    Path(wide).unlink()
+    if code != 0:
+        raise SystemExit(f"llama_model_quantize failed with code {code}")
+
+
 def write_ctranslate2(checkpoint: Path, config: dict[str, Any], out: str) -> None:
     """Writes float32, which CTranslate2 converts to the compute dtype as it loads it."""
     from ctranslate2 import specs  # pyright: ignore[reportMissingImports]
@@ -176,7 +191,8 @@ def main(engine: str, checkpoint: str, out: str, dtype: str) -> None:
     """Converts one checkpoint."""
     config = json.loads(Path(checkpoint, "config.json").read_text())
     if engine == "llama.cpp":
-        write_gguf(Path(checkpoint), config, out, dtype)
+        write = write_quantized_gguf if dtype.startswith("q") else write_gguf
+        write(Path(checkpoint), config, out, dtype)
     else:
         write_ctranslate2(Path(checkpoint), config, out)
 

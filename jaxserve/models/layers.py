@@ -225,7 +225,7 @@ class Table(nnx.Module):
         table = self.table.get_raw_value()
         if not isinstance(table, Quantized):
             return table.at[index].get(mode="clip")
-        values, scales = (part.at[index].get(mode="clip") for part in table)
+        values, scales = (part.at[index].get(mode="clip") for part in (table.values, table.scales))
         return values.astype(scales.dtype) * scales[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of models: plain or int8, bound to a device's product or to none.
+"""Matrix products of models: plain or quantized, bound to a device's product or to none.
 
 Matrices lie [out, in], because a CPU reads them in order when it multiplies few rows; accelerators take either order.
 The runner binds weights to a matmul for its devices (`bind`); unbound weights are multiplied by `dot`.
@@ -33,17 +33,36 @@ class Products(Protocol):
 
 
 class Quantized(NamedTuple):
-    """An int8 matrix, or a stack of them: row r is about values[r] * scales[r].
+    """A matrix in narrow numbers, or a stack of them: about (values - zeros) * scales.
 
-    Scales have the dtype that the model computes in.
+    A scale belongs to a row, or to a group of consecutive inputs in it. Scales have the dtype that the model computes
+    in. Zero points exist with groups only; None stands for zeros.
     """
 
-    values: Any  # int8[..., out, in]
-    scales: Any  # [..., out]
+    values: Any  # int8, int4 or float8 [..., out, in]
+    scales: Any  # [..., out] or [..., out, groups]
+    zeros: Any = None  # int8[..., out, groups]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    @property
+    def group(self) -> int | None:
+        """Inputs that share a scale; None: those of a row."""
+        grouped = len(self.scales.shape) == len(self.values.shape)
+        return self.values.shape[-1] // self.scales.shape[-1] if grouped else None
+
+
+def widened(matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+    """The matrix in a wide dtype."""
+    values, scales = matrix.values.astype(dtype), matrix.scales.astype(dtype)
+    if matrix.group is None:
+        return values * scales[..., None]
+    groups = values.reshape(*scales.shape, matrix.group)
+    if matrix.zeros is not None:
+        groups -= matrix.zeros.astype(dtype)[..., None]
+    return (groups * scales[..., None]).reshape(values.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +129,10 @@ def project(
         return jax.lax.switch(kernel.layer, branches, x)
     if isinstance(kernel, BoundWeight):
         return kernel.matmul(x, kernel.matrix, x.dtype if dtype is None else dtype)
-    if isinstance(kernel, Quantized):
+    if isinstance(kernel, Quantized) and kernel.group is None:
         return dot(x, kernel.values.astype(x.dtype), jnp.float32) * kernel.scales.astype(jnp.float32)
+    if isinstance(kernel, Quantized):
+        return dot(x, widened(kernel, x.dtype), jnp.float32)
     return dot(x, kernel, jnp.float32)
 
 

@@ -78,6 +78,21 @@ class ModelConfig:
         return 1.0 / math.sqrt(self.head_dim)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowFormat:
+    """How the numbers of a matrix are held.
+
+    Attributes:
+      dtype: of the values.
+      group: consecutive inputs that share a scale; None: all of a row.
+      zeros: whether groups have zero points.
+    """
+
+    dtype: str
+    group: int | None = None
+    zeros: bool = False
+
+
 class HeadSources(NamedTuple):
     """Which head of the checkpoint each head of a padded model is; -1 for one that is zeros."""
 

@@ -142,7 +142,7 @@ def _compile(
         programs.model,
         dtype,
         place=placement([programs]),
-        int8=programs.int8,
+        quantize=programs.quantize,
         progress=progress,
     )
     runner = StageRunner(programs, params, bucket_sizes(config), startup.program_cache(config))

@@ -243,7 +243,7 @@ def _prepare(
         alone = len(stage.mesh.local_devices) == stage.mesh.size  # the stage's programs run on this host alone
         if (params := whole.get(index) if alone else None) is None:
             params = weights.load(
-                path, stage.model, dtype, place=_own(stage), int8=stage.int8, progress=progress, count=count
+                path, stage.model, dtype, place=_own(stage), quantize=stage.quantize, progress=progress, count=count
             )
         if alone:
             whole[index] = params

@@ -88,7 +88,7 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
     rows = bucket * config.experts_per_token
-    widened = max(map(math.prod, stacks)) * item if stage.int8 and stage.platform == "tpu" else 0
+    widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0
     if stage.platform == "cpu":  # which takes the kernel of one expert at a time out of its stack
         widened = max(math.prod(stack[1:]) for stack in stacks) * 4
     return max(rows * 8 * config.hidden_size, rows * (8 * inner + config.hidden_size * item) + widened)

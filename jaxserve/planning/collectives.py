@@ -125,7 +125,7 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
 def _lookups(
     stage: StagePrograms, parts: Mapping[str, ShardedParameter], over: Callable[[Target], _Over]
 ) -> Iterator[_Exchange]:
-    """The all-reduces of look-ups in split tables, separate for int8 values and scales.
+    """The all-reduces of look-ups in split tables, separate for quantized values and scales.
 
     The compilers of accelerators add what two tables give for a token before they add it up over devices.
     """
@@ -137,7 +137,7 @@ def _lookups(
             yield _Exchange("all-reduce", "embed.scales", item, axes)
     widths = {name: tables[name].local[1] * (1 if f"{name}.scales" in parts else item) for name in divided}
     sums = [_Exchange("all-reduce", "embed", widths[name], axes) for name, axes in divided.items()]
-    is_added = stage.platform != "cpu" and not stage.int8
+    is_added = stage.platform != "cpu" and stage.quantize is None
     yield from _together(dict.fromkeys(sums) if is_added else sums)
 
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.planning import collectives
 from jaxserve.planning.deployment import Deployment, model_of
 from jaxserve.planning.plan_report import times
 from jaxserve.planning.predict import Plan, bucket_plan, predict
 from jaxserve.planning.search_space import Layout
-from jaxserve.weights.int8_weights import is_quantized
-from jaxserve.weights.naming import parameters
 
 TOO_LARGE = "the weights do not fit"
 WAITING = "waiting"  # the part of the time in which stages wait for the slowest
@@ -139,11 +139,9 @@ def search(
 
 def _weights(deployment: Deployment) -> int:
     """Bytes of one copy of the weights."""
-    dtype, is_int8 = jnp.dtype(deployment.dtype), deployment.engine.quantize is not None
-    return sum(
-        shape.size * (1 if is_int8 and is_quantized(name) else dtype.itemsize)
-        for name, shape, _, _ in parameters(model_of(deployment.config), dtype)
-    )
+    model, dtype = model_of(deployment.config), jnp.dtype(deployment.dtype)
+    held = weights.describe(model, dtype, lambda *_: None, quantize=deployment.engine.quantize)
+    return sum(map(weights.nbytes, jax.tree.leaves(held)))
 
 
 def _candidate(plan: Plan, rules: str) -> Candidate:

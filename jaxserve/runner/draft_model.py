@@ -138,7 +138,7 @@ def draft_runner(
         own_programs.model,
         dtype,
         place=placement([own_programs]),
-        int8=own_programs.int8,
+        quantize=own_programs.quantize,
         progress=progress,
     )
     return StageRunner(own_programs, params, bucket_sizes(config), cache)

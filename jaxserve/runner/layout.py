@@ -95,7 +95,7 @@ def lay_out(
             mesh=each,
             spec=spec,
             platform=platform,
-            int8=config.quantize == "int8",
+            quantize=config.quantize,
         )
         for owned, each in zip(layers, meshes, strict=True)
     ]

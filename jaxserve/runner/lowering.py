@@ -31,7 +31,7 @@ class StagePrograms:
       mesh: the stage's devices, or those of a topology.
       spec: the sharding of parameters and pool.
       platform: of the devices, which decides the layouts of parameters.
-      int8: whether matrices are stored in int8.
+      quantize: how matrices are held (`narrow.format_of`).
     """
 
     model: Model
@@ -40,7 +40,7 @@ class StagePrograms:
     mesh: Mesh
     spec: ShardingSpec
     platform: str
-    int8: bool
+    quantize: str | None
 
     @property
     def is_first(self) -> bool:
@@ -60,7 +60,7 @@ class StagePrograms:
             sizes["groups"] = shape.max_context
         return repr(
             (
-                (self.model.config, self.model.padded_config, self.layers, self.int8),
+                (self.model.config, self.model.padded_config, self.layers, self.quantize),
                 sizes,
                 (spec.rules, spec.parameters, spec.activations, spec.pool, spec.gather, sorted(spec.pad)),
                 (self.mesh.axis_names, self.mesh.axis_types, self.mesh.devices.shape),
@@ -83,7 +83,7 @@ class StagePrograms:
         Raises ValueError where the spec does not fit them.
         """
         dtype = self.shape.attention.dtype
-        return self.model.part(weights.describe(self.model, dtype, self.place, int8=self.int8), self.layers)
+        return self.model.part(weights.describe(self.model, dtype, self.place, quantize=self.quantize), self.layers)
 
     @property
     def looped(self) -> bool:

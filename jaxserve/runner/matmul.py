@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int8, Int32
 
 from jaxserve.models import experts
-from jaxserve.models.products import Quantized, dot
+from jaxserve.models.products import Quantized, dot, widened
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
 from pallas_kernels.gpu import grouped
@@ -55,7 +55,7 @@ class DeviceProducts:
     """The matrix products of a program (`products.Products`).
 
     Attributes:
-      native: multiplies in place of XLA, except by int8 matrices and where it returns None.
+      native: multiplies in place of XLA, except where it returns None; stands for the narrow product too.
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
     """
@@ -73,7 +73,8 @@ class DeviceProducts:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
         """
         if isinstance(matrix, Quantized):
-            return _quantized(x, matrix, dtype, tiles=self.tiles)
+            y = None if self.native is None else product.multiply_narrow(x, *matrix)
+            return _quantized(x, matrix, dtype, tiles=self.tiles) if y is None else y
         y = None if self.native is None else self.native(x, matrix)
         if y is not None:
             return y
@@ -164,8 +165,12 @@ def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *,
 
 
 def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:
+    # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory.
+    if matrix.group is not None:
+        return jax.lax.platform_dependent(
+            x, matrix, cpu=_dot_tiles, default=lambda x, matrix: _dot_wide(x, widened(matrix, x.dtype), dtype)
+        )
     on_cpu = _dot_tiles if tiles and len(x) > _INTEGER_ROWS else _dot_integers
-    # The compilers of GPUs and TPUs fuse the widening into the dot: only the int8 matrix is in memory.
     sums = jax.lax.platform_dependent(
         x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
     )
@@ -194,18 +199,20 @@ def _dot_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return dot(x, kernel, jnp.float32)
 
 
-def _dot_tiles(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:
-    """Widens an int8 kernel one tile at a time, so that the wide tile stays in the CPU's cache.
+def _dot_tiles(x: jax.Array, kernel: Int8[jax.Array, "out in"] | Quantized) -> jax.Array:
+    """Widens a kernel one tile at a time, so that the wide tile stays in the CPU's cache.
 
     XLA's CPU compiler would write the whole wide kernel to memory first, ten times slower than reading float32.
     """
-    tile = min(_TILE, kernel.shape[0])
+    outputs = kernel.shape[0]
+    tile = min(_TILE, outputs)
 
     def step(i: jax.Array, sums: jax.Array) -> jax.Array:  # slices are clamped: tiles may overlap
-        part = jax.lax.dynamic_slice_in_dim(kernel, i * tile, tile).astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(sums, _dot_cpu(x, part), i * tile, 1)
+        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * tile, tile), kernel)
+        wide = widened(part, x.dtype) if isinstance(part, Quantized) else part.astype(x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(sums, _dot_cpu(x, wide), i * tile, 1)
 
-    return jax.lax.fori_loop(0, -(-kernel.shape[0] // tile), step, jnp.zeros((len(x), len(kernel)), jnp.float32))
+    return jax.lax.fori_loop(0, -(-outputs // tile), step, jnp.zeros((len(x), outputs), jnp.float32))
 
 
 def _dot_integers(x: jax.Array, kernel: Int8[jax.Array, "out in"]) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -24,8 +23,8 @@ class ShardedParameter:
     """A parameter and its sharding over the devices of a stage.
 
     Attributes:
-      name: layers.3.qkv.kernel, or with `*` for the layer if it stands for several. The scales of an int8 matrix are a
-        separate entry, layers.3.qkv.kernel.scales.
+      name: layers.3.qkv.kernel, or with `*` for the layer if it stands for several. The scales of a quantized matrix
+        are a separate entry, layers.3.qkv.kernel.scales, and so are zero points.
       count: number of parameters that it stands for.
       axes: logical name of each axis.
       partition: for each axis, the mesh axes that it is split over, or None.
@@ -66,7 +65,7 @@ def parameters_of_stages(stages: Sequence[StagePrograms]) -> list[dict[str, Shar
     """Each stage's parameters by name; their meshes have equal axes, so they are described once."""
     first, model = stages[0], stages[0].model
     dtype = jnp.dtype(first.shape.attention.dtype)
-    described = weights.describe(model, dtype, first.place, int8=first.int8)
+    described = weights.describe(model, dtype, first.place, quantize=first.quantize)
     leaves, structure = jax.tree.flatten(described, is_leaf=weights.is_matrix)
     tree = structure.unflatten(
         _parts(each.name, each.axes, leaf) for each, leaf in zip(naming.parameters(model, dtype), leaves, strict=True)
@@ -90,9 +89,13 @@ def placement(programs: Sequence[StagePrograms]) -> weights.Place:
 
 
 def _parts(name: str, axes: tuple[str, ...], leaf: jax.ShapeDtypeStruct | Quantized) -> tuple[ShardedParameter, ...]:
-    """A parameter, or the values and the scales of one in int8."""
+    """A parameter, or the parts of a quantized one."""
     if isinstance(leaf, Quantized):
-        return _part(name, axes, leaf.values), _part(f"{name}.scales", axes[:-1], leaf.scales)
+        beside = {"scales": leaf.scales, "zeros": leaf.zeros}
+        parts = (
+            _part(f"{name}.{kind}", axes[: len(part.shape)], part) for kind, part in beside.items() if part is not None
+        )
+        return _part(name, axes, leaf.values), *parts
     return (_part(name, axes, leaf),)
 
 
@@ -116,7 +119,7 @@ def _bytes_held(leaf: jax.ShapeDtypeStruct, local: tuple[int, ...]) -> int:
         tiles = (32 if leaf.dtype.itemsize == 1 else 8, 128)
         for axis, tile in zip(layout.major_to_minor[-2:], tiles, strict=True):
             sizes[axis] = -(-sizes[axis] // tile) * tile
-    return math.prod(sizes) * leaf.dtype.itemsize
+    return weights.nbytes(leaf, sizes)
 
 
 def is_of_experts(axes: tuple[str, ...]) -> bool:

@@ -27,7 +27,7 @@ from jaxserve.runner.block_copies import COUNT, HostBlock
 from jaxserve.runner.lowering import StagePrograms, ends, temporaries
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.programs import Forward, Scores, points_for
-from jaxserve.weights import int8_weights, is_matrix
+from jaxserve.weights import is_matrix, narrow
 
 Progress = Callable[[str, int, int], None]
 
@@ -292,13 +292,15 @@ def _chosen_by(variant: SamplerVariant) -> SamplerVariant:
 
 
 def _placed(values: Any, wanted: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:
-    """A parameter on its devices, quantized to int8 if it should be and is not yet."""
+    """A parameter on its devices, quantized if it should be and is not yet."""
     if not isinstance(wanted, Quantized):
         return _put(values, wanted)
     if isinstance(values, Quantized):
-        return Quantized(*map(_put, values, wanted))
+        if jax.tree.structure(values) != jax.tree.structure(wanted) or values.scales.shape != wanted.scales.shape:
+            raise ValueError(f"a matrix {values.shape} is quantized in another way than `quantize` says")
+        return jax.tree.map(_put, values, wanted)
     whole = jax.ShapeDtypeStruct(wanted.shape, values.dtype, sharding=wanted.values.format)
-    return int8_weights.on_devices(_put(values, whole), wanted)
+    return narrow.on_devices(_put(values, whole), wanted)
 
 
 def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:

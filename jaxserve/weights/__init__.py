@@ -1,7 +1,7 @@
 """Reads checkpoints into sharded arrays and writes checkpoints.
 
 `checkpoint` reads the files of a directory, `naming` maps tensors to parameters, `loading` loads, `saving` writes,
-`orbax` is the converted format, `int8_weights` quantizes to int8.
+`orbax` is the converted format, `narrow` quantizes.
 """
 
 from jaxserve.weights.checkpoint import CheckpointError, read_config
@@ -16,6 +16,7 @@ from jaxserve.weights.loading import (
     padded,
     unpadded,
 )
+from jaxserve.weights.narrow import nbytes
 from jaxserve.weights.saving import convert, convert_mapped, fingerprint, write_hf
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "fingerprint",
     "is_matrix",
     "load",
+    "nbytes",
     "on_mesh",
     "on_one_device",
     "padded",

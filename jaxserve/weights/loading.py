@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.models.products import Quantized
-from jaxserve.weights import int8_weights, naming, orbax
+from jaxserve.weights import naming, narrow, orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
 from jaxserve.weights.regions import UNCHANGED, StoredLayout, layout
@@ -70,21 +70,35 @@ def _memory_order(axes: tuple[str, ...]) -> tuple[int, ...] | None:
     return (0, 1) if axes[0] == "vocab" and len(axes) == 2 else None
 
 
-def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, int8: bool) -> models.Params:
+def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, quantize: str | None) -> models.Params:
     """Shapes, dtypes and shardings of a model's parameters on the devices.
 
+    Scales are sharded like the rows, or like the groups, that they belong to.
+
     Args:
-      int8: whether matrices are int8 (`int8_weights.is_quantized`); scales are sharded like the rows.
+      quantize: how matrices are held (`narrow.format_of`).
+
+    Raises:
+      ValueError: groups of inputs do not divide a matrix, or its part on a device; or from `place`.
     """
 
     def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
         name, shape, axes, _ = parameter
-        placed = place(name, shape.shape, axes)
-        whole = jax.ShapeDtypeStruct(shape.shape, dtype, sharding=placed)
-        if not (int8 and int8_weights.is_quantized(name)):
-            return whole
-        rows = jax.ShapeDtypeStruct(shape.shape[:-1], dtype, sharding=place(name, shape.shape[:-1], axes[:-1]))
-        return Quantized(jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=placed), rows)
+        placed, form = place(name, shape.shape, axes), narrow.format_of(name, quantize)
+        if form is None:
+            return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=placed)
+        like = narrow.shapes_of(form, shape.shape, dtype, name)
+        if like.group is None:
+            beside = place(name, like.scales.shape, axes[:-1])
+        else:
+            beside = placed
+            if isinstance(placed, Sharding) and (inputs := placed.shard_shape(like.shape)[-1]) % like.group:
+                raise ValueError(
+                    f"{name}: each device would have {inputs} of {like.shape[-1]} inputs, which are not whole groups "
+                    f"of {like.group} ({form.dtype}); split it over fewer devices, or quantize to int8"
+                )
+        each = Quantized(placed, beside, None if like.zeros is None else beside)
+        return jax.tree.map(lambda part, at: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=at), like, each)
 
     structure = jax.tree.structure(model.axes(), is_leaf=models.is_tuple)
     return jax.tree.unflatten(structure, map(held, parameters(model, dtype)))
@@ -96,7 +110,7 @@ def load(
     dtype: jnp.dtype,
     *,
     place: Place = on_one_device,
-    int8: bool = False,
+    quantize: str | None = None,
     progress: Progress | None = None,
     count: Callable[[int], None] | None = None,
 ) -> models.Params:
@@ -109,7 +123,7 @@ def load(
       dtype: dtype of the parameters.
       place: gives the sharding of each parameter; each device reads its slice only. A parameter without a sharding is
         not read, and its leaf is a ShapeDtypeStruct.
-      int8: whether matrices are quantized to int8 while loading.
+      quantize: how matrices are held (`narrow.format_of`); they are quantized while loading.
       count: called with the number of bytes after each read from a Hugging Face directory.
 
     Raises:
@@ -117,7 +131,7 @@ def load(
       ValueError: from `place`.
     """
     directory, wanted = Path(path), list(parameters(model.unpadded, dtype))
-    described = describe(model, dtype, place, int8=int8)
+    described = describe(model, dtype, place, quantize=quantize)
     targets = jax.tree.leaves(described, is_leaf=is_matrix)
     if orbax.is_saved(directory):
         names = [parameter.name for parameter in wanted]
@@ -179,18 +193,28 @@ def _convert_leaves(
     for (name, own, axes, _), shape, leaf in zip(wanted, shapes, leaves, strict=True):
         if leaf.shape != shape:
             of = layout(model, name, axes, own.shape, UNCHANGED)
-            if not isinstance(leaf, Quantized):
-                leaf = move(of, leaf, shape)
-            elif of.axis < len(shape) - 1:
-                leaf = Quantized(move(of, leaf.values, shape), move(of, leaf.scales, shape[:-1]))
-            else:
-                leaf = Quantized(move(of, leaf.values, shape), leaf.scales)
+            leaf = _move_quantized(of, leaf, shape, move) if is_matrix(leaf) else move(of, leaf, shape)
         moved.append(leaf)
     return jax.tree.unflatten(structure, moved)
 
 
+def _move_quantized(
+    of: StoredLayout,
+    leaf: Quantized,
+    shape: tuple[int, ...],
+    move: Callable[[StoredLayout, Any, tuple[int, ...]], Any],
+) -> Quantized:
+    """A quantized matrix after `move`; scales and zero points go with their rows and groups."""
+    values, of_inputs = move(of, leaf.values, shape), of.axis == len(shape) - 1
+    if leaf.group is None:
+        return Quantized(values, leaf.scales if of_inputs else move(of, leaf.scales, shape[:-1]))
+    of, groups = of.in_units(leaf.group) if of_inputs else of, (*shape[:-1], shape[-1] // leaf.group)
+    beside = (part if part is None else move(of, part, groups) for part in leaf[1:])
+    return Quantized(values, *beside)
+
+
 def is_matrix(node: Any) -> bool:
-    """Whether a node of a parameter tree is an int8 matrix."""
+    """Whether a node of a parameter tree is a quantized matrix."""
     return isinstance(node, Quantized)
 
 
@@ -215,27 +239,32 @@ def _load_quantized(
     wanted: Quantized,
     release: Callable[[StoredTensor, int], None],
 ) -> Quantized:
-    """Quantizes whole rows, because a scale covers a row, and gives each device its columns."""
+    """Quantizes whole rows, because a scale may cover a row, and gives each device its columns."""
     columns = wanted.shape[-1]
 
     @cache
     def rows(*bounds: tuple[int, int]) -> Quantized:
         """The rows within the bounds, quantized, of a matrix [out, in] or of a stack of them."""
         sizes = tuple(stop - start for start, stop in bounds)
-        held = Quantized(np.empty((*sizes, columns), np.int8), np.empty(sizes, wanted.scales.dtype))
+        held = jax.tree.map(lambda part: np.empty((*sizes, *part.shape[len(sizes) :]), part.dtype), wanted)
         step = max(1, _CHUNK // (4 * columns * math.prod(sizes[1:])))
         (start, stop), *others = bounds
         for first in range(start, stop, step):
             some = ((first, min(first + step, stop)), *others, (0, columns))
             wide = _read(model, parameter, sources, some, np.dtype(np.float32), release)
-            for whole, part in zip(held, int8_weights.quantize(wide, wanted.scales.dtype, np), strict=True):
+            made = narrow.quantize(wide, wanted, np)
+            for whole, part in zip(*map(jax.tree.leaves, (held, made)), strict=True):
                 whole[first - start : first - start + len(wide)] = part
         return held
 
-    return Quantized(
-        _array(wanted.values, lambda *bounds: rows(*bounds[:-1]).values[..., slice(*bounds[-1])]),
-        _array(wanted.scales, lambda *bounds: rows(*bounds).scales),
-    )
+    def array(index: int, part: jax.ShapeDtypeStruct) -> jax.Array:
+        def read(*bounds: tuple[int, int]) -> np.ndarray:
+            columns = bounds[len(wanted.shape) - 1 :]
+            return rows(*bounds[: len(wanted.shape) - 1])[index][..., *(slice(*each) for each in columns)]
+
+        return _array(part, read)
+
+    return Quantized(*(part if part is None else array(index, part) for index, part in enumerate(wanted)))
 
 
 def _array(wanted: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:

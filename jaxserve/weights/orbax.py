@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxserve.models.products import Quantized
-from jaxserve.weights import int8_weights
+from jaxserve.weights import narrow
 from jaxserve.weights.checkpoint import CheckpointError, read_json
 from jaxserve.weights.regions import StoredLayout
 from sharding.spec import ShardingSpec
@@ -61,7 +61,7 @@ def restore(
     """Reads arrays by name into the dtype and sharding of each target.
 
     Args:
-      targets: shapes with shardings; a `Quantized` target is quantized to int8 after reading.
+      targets: shapes with shardings; a `Quantized` target is quantized after reading.
       saved: the stored shapes, if targets are larger; the padding is zero.
       layouts: where the entries of targets are stored, if not at the same indices.
 
@@ -92,7 +92,7 @@ def restore(
                         array = _move(array, _as_read(target), moved[name])
                     if not isinstance(target, Quantized) and target.format.layout is not None:
                         array = jax.device_put(array, target.format)
-                    arrays[name] = int8_weights.on_devices(array, target) if isinstance(target, Quantized) else array
+                    arrays[name] = narrow.on_devices(array, target) if isinstance(target, Quantized) else array
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and its storage raise various types for missing or damaged files

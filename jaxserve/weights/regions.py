@@ -29,6 +29,17 @@ class StoredLayout(NamedTuple):
     axis: int
     runs: tuple[StoredRun, ...]
 
+    def in_units(self, size: int) -> StoredLayout:
+        """The same runs in units of `size` entries. Raises ValueError where a run cuts a unit."""
+        if any(part % size for run in self.runs for part in (run.start, run.length, run.stored)):
+            raise ValueError(f"heads are moved that are not whole groups of {size} inputs; quantize to int8")
+        return StoredLayout(
+            self.axis,
+            tuple(
+                StoredRun(run.start // size, run.length // size, run.tensor, run.stored // size) for run in self.runs
+            ),
+        )
+
     @property
     def places(self) -> np.ndarray:
         """int32: the stored index of each entry up to the last run, for one tensor; -1 for zeros."""

@@ -22,12 +22,14 @@ import jax
 ATTENTION = "jaxserve_ragged_attention"
 PRODUCT_RUNS = "jaxserve_runs_product"
 PRODUCT, PRODUCT_MANY, PRODUCT_FLOAT = "jaxserve_product", "jaxserve_product_many", "jaxserve_product_float"
+PRODUCT_NARROW = "jaxserve_product_narrow"
 _SYMBOLS = {
     ATTENTION: "JaxserveRaggedAttention",
     PRODUCT: "JaxserveProduct",
     PRODUCT_RUNS: "JaxserveRunsProduct",
     PRODUCT_MANY: "JaxserveProductMany",
     PRODUCT_FLOAT: "JaxserveProductFloat",
+    PRODUCT_NARROW: "JaxserveProductNarrow",
 }
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
@@ -37,7 +39,7 @@ _LEVELS = {
     "x86-64": set(),
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v4-bf16": {"avx512_bf16"},
+    "x86-64-v4-bf16": {"avx512_bf16", "avx512_vnni"},
 }
 _HERE = Path(__file__).parent
 
@@ -105,7 +107,7 @@ def _options(level: str) -> list[str]:
     if level not in _LEVELS:
         return []
     base = level.removesuffix("-bf16")
-    return [f"-march={base}", *(["-mavx512bf16"] if level != base else [])]
+    return [f"-march={base}", *(["-mavx512bf16", "-mavx512vnni"] if level != base else [])]
 
 
 def compiled(folder: Path) -> Path:

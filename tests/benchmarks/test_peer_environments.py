@@ -86,7 +86,7 @@ def test_a_peer_that_cannot_serve_converts_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "run_script", run_script)
     dtypes = ["float32", "bfloat16"]
     for _ in range(2):  # a checkpoint is converted once
-        made, notes = engines.peer("ctranslate2", tmp_path, dtypes, tmp_path, tmp_path, lambda line: None)
+        made, notes = engines.peer("ctranslate2", tmp_path, dtypes, None, tmp_path, tmp_path, lambda line: None)
     assert [each.dtype for each in made] == ["float32"]
     assert made[0].model.is_dir()
     assert made[0].vocab_size == 128

@@ -9,9 +9,8 @@ import pytest
 
 from jaxserve import models
 from jaxserve.models import experts
-from jaxserve.models.products import Quantized
 from jaxserve.runner import matmul
-from jaxserve.weights import int8_weights
+from jaxserve.weights import narrow
 from pallas_kernels.cpu import build, product
 from tests.jaxserve.models.configs import CONFIGS
 
@@ -53,9 +52,10 @@ def test_runs_are_multiplied_by_their_kernels(way, rows, dtype):
 @pytest.mark.parametrize("way", [WAYS["ragged"], WAYS["tiles"], GROUPED], ids=["ragged", "tiles", "grouped"])
 def test_int8_kernels_are_scaled(way):
     x, kernels, sizes = runs(19, 6)
-    held = int8_weights.quantize(kernels, np.float32, np)
+    like = narrow.shapes_of(narrow.BY_ROW, kernels.shape, np.float32, "a")
+    held = narrow.quantize(kernels, like, np)
     wide = held.values * held.scales[..., None]
-    y = np.asarray(jax.jit(way)(x, Quantized(*map(jnp.asarray, held)), sizes))
+    y = np.asarray(jax.jit(way)(x, jax.tree.map(jnp.asarray, held), sizes))
     used = sizes.sum()
     np.testing.assert_allclose(y[:used], by_hand(x, wide, sizes)[:used], atol=1e-4)
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.products import Quantized, bind, project
+from jaxserve.models.products import bind, project, widened
+from jaxserve.models.schema import NarrowFormat
 from jaxserve.runner import matmul
-from jaxserve.weights import int8_weights
+from jaxserve.weights import narrow
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -30,12 +31,37 @@ def test_sums_in_float32(rows, dtype) -> None:
 def test_int8_matrix(rows, dtype, tiles) -> None:
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 96)) * rng.choice([1, 1, 1, 60], 96), dtype)  # with outliers
-    kernel = int8_weights.quantize(rng.standard_normal((300, 96)).astype(np.float32), dtype, np)
+    matrix = rng.standard_normal((300, 96)).astype(np.float32)
+    kernel = narrow.quantize(matrix, narrow.shapes_of(narrow.BY_ROW, matrix.shape, dtype, "a"), np)
     exact = np.asarray(x, np.float64) @ (kernel.values.astype(np.float64) * kernel.scales.astype(np.float64)[:, None]).T
     product = jax.jit(partial(matmul.DeviceProducts(native=None, tiles=tiles), dtype=x.dtype))
-    matrix = Quantized(*map(jnp.asarray, kernel))
+    matrix = jax.tree.map(jnp.asarray, kernel)
     out = product(x, matrix)
     np.testing.assert_allclose(out, exact, atol=3e-4 * np.abs(exact).max(), rtol=1e-4)
     broken = product(x.at[0, 3].set(jnp.nan), matrix)
     assert np.isnan(broken[0]).all()
     np.testing.assert_allclose(broken[1:], out[1:], rtol=1e-5, atol=1e-5)
+
+
+def draw_int4(outputs, inputs, group, dtype, *, zeros):
+    """A matrix in int4."""
+    matrix = np.random.default_rng(outputs).standard_normal((outputs, inputs)).astype(np.float32)
+    form = NarrowFormat(dtype="int4", group=group, zeros=zeros)
+    made = narrow.quantize(matrix, narrow.shapes_of(form, matrix.shape, dtype, "a"), np)
+    if zeros:
+        made = made._replace(zeros=np.random.default_rng(inputs).integers(-7, 9, made.scales.shape).astype(np.int8))
+    return jax.tree.map(jnp.asarray, made)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_int4_matrix(rows, dtype, zeros) -> None:
+    """More outputs than a tile, which is widened at a time."""
+    x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 96)), dtype)
+    matrix = draw_int4(300, 96, 32, dtype, zeros=zeros)
+    exact = np.asarray(x, np.float64) @ np.asarray(widened(matrix, jnp.float32), np.float64).T
+    product = jax.jit(partial(matmul.DeviceProducts(native=None), dtype=x.dtype))
+    atol = (1e-5 if dtype == "float32" else 5e-3) * np.abs(exact).max()
+    np.testing.assert_allclose(product(x, matrix), exact, atol=atol)
+    np.testing.assert_allclose(project(x, matrix), exact, atol=atol)

@@ -1,4 +1,4 @@
-"""Weights in eight bits: how they are rounded, read, laid out and multiplied, and what they change."""
+"""Narrow weights: how they are rounded, read, laid out and multiplied, and what they change."""
 
 import dataclasses
 import re
@@ -12,8 +12,10 @@ import pytest
 from jaxserve import models, startup, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.models.products import widened
+from jaxserve.models.schema import NarrowFormat
 from jaxserve.runner.sharded_parameters import placement
-from jaxserve.weights import int8_weights, is_matrix, loading
+from jaxserve.weights import is_matrix, loading, narrow
 from tests.fixtures import parity
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
 from tests.fixtures.traffic import run, traffic
@@ -30,7 +32,7 @@ SIZES = {  # by the names of all families
     "max_position_embeddings": 96,
     "intermediate_size": 64,
     "ffn_dim": 64,
-    "word_embed_proj_dim": 16,
+    "word_embed_proj_dim": 32,
     "n_layer": 2,
     "num_hidden_layers": 2,
     "num_experts": 8,
@@ -44,7 +46,8 @@ def test_rows_are_rounded_to_the_nearest_of_255_steps(numpy, dtype) -> None:
     matrix = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
     matrix[3] = 0
     matrix[4, 5] = np.nan
-    values, scales = int8_weights.quantize(matrix, dtype, numpy)
+    like = narrow.shapes_of(NarrowFormat(dtype="int8"), matrix.shape, dtype, "a")
+    values, scales, _ = narrow.quantize(matrix, like, numpy)
     assert (values.dtype, scales.dtype) == (jnp.int8, dtype)
     scales = np.asarray(scales, np.float32)[:, None]
     back = np.asarray(values, np.float32) * scales
@@ -55,17 +58,48 @@ def test_rows_are_rounded_to_the_nearest_of_255_steps(numpy, dtype) -> None:
     assert np.isnan(back[4]).all()
 
 
+@pytest.mark.parametrize("numpy", [np, jnp])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_groups_are_rounded_to_the_nearest_of_16_steps(numpy, dtype) -> None:
+    matrix = np.random.default_rng(0).standard_normal((50, 192)).astype(np.float32)
+    matrix[3] = 0
+    matrix[4, 70] = np.nan
+    matrix[5, 64:128] = np.linspace(-1, 7 / 8, 64)
+    like = narrow.shapes_of(NarrowFormat(dtype="int4", group=64), matrix.shape, dtype, "a")
+    made = narrow.quantize(matrix, like, numpy)
+    assert (made.values.dtype, made.scales.dtype, made.scales.shape, made.zeros) == (jnp.int4, dtype, (50, 3), None)
+    scales = np.repeat(np.asarray(made.scales, np.float32), 64, axis=1)
+    values = np.asarray(made.values).astype(np.float32)
+    back = values * scales
+    np.testing.assert_array_equal(widened(made, jnp.float32), back)
+    rest = ~np.isnan(scales)
+    assert np.isnan(scales).sum() == 64
+    # The largest is -8 steps; one of the other sign may lie up to a step beyond 7.
+    off = np.where(values == 7, 1.0, 0.55) * np.abs(scales)
+    assert (np.abs(back - matrix)[rest] <= off[rest] + 1e-7).all()
+    assert (values.reshape(50, 3, 64).min(axis=2)[[0, 1, 2, 6]] == -8).all()
+    assert not back[3].any()
+    np.testing.assert_allclose(back[5, 64:128], matrix[5, 64:128], atol=1 / 16 + 1e-6)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("family", models.families())
-def test_matrices_are_held_in_eight_bits_and_nothing_else(family) -> None:
+def test_matrices_are_held_narrow_and_nothing_else(family, quantize) -> None:
     model = models.build(models.parse_config({"model_type": family, **SIZES}))
-    held = weights.describe(model, jnp.dtype(jnp.bfloat16), weights.on_one_device, int8=True)
+    held = weights.describe(model, jnp.dtype(jnp.bfloat16), weights.on_one_device, quantize=quantize)
     for path, leaf in jax.tree.leaves_with_path(held, is_leaf=is_matrix):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         whole = len(leaf.shape) == 1 or any(part in name for part in ("positions", "router", "bias"))
         assert is_matrix(leaf) != whole, name
+        if is_matrix(leaf):
+            eight = quantize == "int8" or "table" in name or "experts" in name
+            assert leaf.values.dtype == (jnp.int8 if eight else jnp.int4)
+            groups = () if eight else (leaf.shape[-1] // 32,)
+            assert leaf.scales.shape == (*leaf.shape[:-1], *groups)
         assert leaf.scales.dtype == jnp.bfloat16 if is_matrix(leaf) else leaf.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize(
     ("family", "saved"),
     [
@@ -78,19 +112,21 @@ def test_matrices_are_held_in_eight_bits_and_nothing_else(family) -> None:
         ),
     ],
 )
-def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path, monkeypatch) -> None:
+def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, quantize, tmp_path, monkeypatch) -> None:
     """Also where a device holds some columns only, whose scales are those of whole rows, and runs of rows are short."""
     entries = {"model_type": family, **SIZES, "vocab_size": 103, "tie_word_embeddings": family != "bloom"}
+    if quantize == "int4":  # each of four devices has whole groups
+        entries |= {"hidden_size": 128, "n_embd": 128, "intermediate_size": 256, "ffn_dim": 256, "head_dim": 32, "word_embed_proj_dim": 64}
     path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw_for(entries))
     model, dtype = models.build(weights.read_config(path)), jnp.dtype("bfloat16")
     if saved == "orbax":
         weights.convert(path, tmp_path / "saved")
         path = tmp_path / "saved"
-    config = EngineConfig(tensor=4, stages=2, dtype="bfloat16", quantize="int8", max_context=96)
+    config = EngineConfig(tensor=4, stages=2, dtype="bfloat16", quantize=quantize, max_context=96)
     (stages,), _ = startup.replica_programs(config, model)
     exact = weights.load(tmp_path / "model", stages[0].model, jnp.dtype("float32"))
     monkeypatch.setattr(loading, "_CHUNK", 1000)
-    params = weights.load(path, stages[0].model, dtype, place=placement(stages), int8=True)
+    params = weights.load(path, stages[0].model, dtype, place=placement(stages), quantize=quantize)
     for stage in stages:
         part, expected = model.part(params, stage.layers), model.part(exact, stage.layers)
         for wanted, leaf, value in zip(
@@ -100,7 +136,7 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, tmp_path
             if not is_matrix(wanted):
                 np.testing.assert_array_equal(leaf, value.astype(dtype))
                 continue
-            by_hand = int8_weights.quantize(value, dtype, np)
+            by_hand = narrow.quantize(value, wanted, np)
             assert (np.asarray(leaf.values) != by_hand.values).mean() < 1e-3  # ties
             np.testing.assert_array_equal(leaf.scales, by_hand.scales)
             if stage.is_first:
@@ -178,5 +214,18 @@ def test_weights_in_memory_are_rounded_and_replaced() -> None:
 
 
 def test_a_wrong_name_is_told() -> None:
-    with pytest.raises(ValueError, match="quantize is 'int4'; it must be int8 or None"):
-        EngineConfig(quantize="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quantize is 'int3'; it must be int8, int4 or None"):
+        EngineConfig(quantize="int3")  # type: ignore[arg-type]
+
+
+def test_groups_that_do_not_divide_are_named() -> None:
+    sizes = SIZES | {"n_embd": 96, "n_head": 4, "head_dim": 24}
+    model = models.build(models.parse_config({"model_type": "gpt2", **sizes}))
+    message = r"layers.0.out.kernel: each device would have 48 of 96 inputs, which are not whole groups of 32"
+    with pytest.raises(ValueError, match=message):
+        startup.replica_programs(EngineConfig(tensor=2, quantize="int4", max_context=96), model)[0][0][0].params()
+    model = models.build(models.parse_config({"model_type": "gpt2", **sizes, "n_embd": 24, "n_head": 4}))
+    with pytest.raises(
+        ValueError, match=r"kernel has 24 inputs, which are not whole groups of 32 \(int4\); --quantize"
+    ):
+        weights.describe(model, jnp.dtype(jnp.float32), weights.on_one_device, quantize="int4")
