@@ -11,6 +11,21 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowFormat:
+    """How the numbers of a matrix are held.
+
+    Attributes:
+      dtype: of the values.
+      group: consecutive inputs that share a scale; -1 for all, None for one scale per row without a group.
+      zeros: whether groups have zero points.
+    """
+
+    dtype: str
+    group: int | None = None
+    zeros: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A model's shape; a family adds its own switches in a subclass.
 
@@ -25,6 +40,7 @@ class ModelConfig:
       num_experts / experts_per_token: feed-forwards of a layer, and how many of them serve a token; 0 without experts.
       eos_token_ids: tokens that end a text; may be empty.
       initializer_range: standard deviation of freshly drawn weights.
+      stored: how the checkpoint has quantized its matrices, if `--quantize` can keep that.
     """
 
     family: str
@@ -49,6 +65,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     initializer_range: float = 0.02
+    stored: NarrowFormat | None = None
 
     @property
     def alibi_slopes(self) -> np.ndarray | None:
@@ -76,21 +93,6 @@ class ModelConfig:
     def attention_scale(self, layer: int) -> float:
         """The factor applied to query-key products in this layer."""
         return 1.0 / math.sqrt(self.head_dim)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowFormat:
-    """How the numbers of a matrix are held.
-
-    Attributes:
-      dtype: of the values.
-      group: consecutive inputs that share a scale; None: all of a row.
-      zeros: whether groups have zero points.
-    """
-
-    dtype: str
-    group: int | None = None
-    zeros: bool = False
 
 
 class HeadSources(NamedTuple):

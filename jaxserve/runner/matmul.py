@@ -167,14 +167,22 @@ def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *,
 def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:
     # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory.
     if matrix.group is not None:
-        return jax.lax.platform_dependent(
-            x, matrix, cpu=_dot_tiles, default=lambda x, matrix: _dot_wide(x, widened(matrix, x.dtype), dtype)
-        )
+        return jax.lax.platform_dependent(x, matrix, cpu=_dot_tiles, default=partial(_dot_groups, dtype=dtype))
     on_cpu = _dot_tiles if tiles and len(x) > _INTEGER_ROWS else _dot_integers
     sums = jax.lax.platform_dependent(
         x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
     )
     return sums * matrix.scales.astype(jnp.float32)
+
+
+def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+    """Multiplies by values and zero points apart: with both in one dot, TPUs would hold the wide matrix in memory."""
+    y = _dot_wide(x, widened(matrix._replace(zeros=None), x.dtype), dtype)
+    if matrix.zeros is None:
+        return y
+    sums = x.astype(jnp.float32).reshape(len(x), -1, matrix.group).sum(2)
+    points = matrix.zeros.astype(jnp.float32) * matrix.scales.astype(jnp.float32)
+    return y - _dot_wide(sums, points, dtype)
 
 
 def _dot_wide(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:

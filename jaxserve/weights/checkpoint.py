@@ -156,13 +156,13 @@ def read_config(path: str | Path) -> ModelConfig:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
     entries = _config(directory)
-    quantized_checkpoint.parse(directory / "config.json", entries)
+    quantization = quantized_checkpoint.parse(directory / "config.json", entries)
     generation = directory / "generation_config.json"
     if generation.is_file():
         ends = read_json(generation).get("eos_token_id")
         entries = entries if ends is None else entries | {"eos_token_id": ends}
     try:
-        config = models.parse_config(entries)
+        config = dataclasses.replace(models.parse_config(entries), stored=quantization.kept)
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     try:

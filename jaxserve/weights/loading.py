@@ -20,6 +20,7 @@ from jaxserve.models.products import Quantized
 from jaxserve.weights import naming, narrow, orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
+from jaxserve.weights.packed_tensor import PackedTensor
 from jaxserve.weights.regions import UNCHANGED, StoredLayout, layout
 from jaxserve.weights.stored import Region, StoredTensor
 from sharding.spec import ShardingSpec
@@ -84,7 +85,7 @@ def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, quantize: s
 
     def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
         name, shape, axes, _ = parameter
-        placed, form = place(name, shape.shape, axes), narrow.format_of(name, quantize)
+        placed, form = place(name, shape.shape, axes), narrow.format_of(name, quantize, model.config.stored)
         if form is None:
             return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=placed)
         like = narrow.shapes_of(form, shape.shape, dtype, name)
@@ -251,10 +252,9 @@ def _load_quantized(
         (start, stop), *others = bounds
         for first in range(start, stop, step):
             some = ((first, min(first + step, stop)), *others, (0, columns))
-            wide = _read(model, parameter, sources, some, np.dtype(np.float32), release)
-            made = narrow.quantize(wide, wanted, np)
+            made = _quantized(model, parameter, sources, some, wanted, release)
             for whole, part in zip(*map(jax.tree.leaves, (held, made)), strict=True):
-                whole[first - start : first - start + len(wide)] = part
+                whole[first - start : first - start + len(part)] = part
         return held
 
     def array(index: int, part: jax.ShapeDtypeStruct) -> jax.Array:
@@ -265,6 +265,30 @@ def _load_quantized(
         return _array(part, read)
 
     return Quantized(*(part if part is None else array(index, part) for index, part in enumerate(wanted)))
+
+
+def _quantized(
+    model: models.Model,
+    parameter: Parameter,
+    sources: tuple[StoredTensor, ...],
+    bounds: tuple[tuple[int, int], ...],
+    wanted: Quantized,
+    release: Callable[[StoredTensor, int], None],
+) -> Quantized:
+    """Some rows of a matrix, quantized; stored groups that are as `wanted` keep their numbers."""
+    wide = _read(model, parameter, sources, bounds, np.dtype(np.float32), release)
+    packed = [each for each in sources if isinstance(each, PackedTensor) and each.has_groups_of(wanted.group)]
+    if len(packed) < len(sources) or wanted.values.dtype != jnp.int4:
+        return narrow.quantize(wide, wanted, np)
+    of_groups = (*bounds[:-1], (0, wanted.scales.shape[-1]))
+    steps, zeros = (
+        _read(model, parameter, parts, of_groups, np.dtype(np.float32), release, wanted.group)
+        for parts in zip(*(each.of_groups() for each in packed), strict=True)
+    )
+    groups = wide.reshape(*steps.shape, wanted.group)
+    values = narrow.rounded(groups, steps, wanted.values.dtype, np, zeros[..., None]).reshape(wide.shape)
+    points = None if wanted.zeros is None else zeros.astype(np.int8)
+    return Quantized(values, steps.astype(wanted.scales.dtype), points)
 
 
 def _array(wanted: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:
@@ -286,16 +310,19 @@ def _read(
     bounds: tuple[tuple[int, int], ...],
     dtype: np.dtype,
     release: Callable[[StoredTensor, int], None],
+    group: int = 1,
 ) -> np.ndarray:
     """Reads a region of a parameter of `model`, whose padding is zero.
 
     Args:
       parameter: the parameter without padding.
+      group: inputs of the parameter that stand for one entry of the sources.
     """
     name, shape, axes, stored = parameter
-    axis, runs = layout(model, name, axes, shape.shape, stored)
+    of, sizes = layout(model, name, axes, shape.shape, stored), (*shape.shape[:-1], shape.shape[-1] // group)
+    axis, runs = of.in_units(group) if of.axis == len(sizes) - 1 else of
     whole, (first, last) = _empty(tuple(stop - start for start, stop in bounds), dtype), bounds[axis]
-    there = [(start, max(start, min(stop, size))) for (start, stop), size in zip(bounds, shape.shape, strict=True)]
+    there = [(start, max(start, min(stop, size))) for (start, stop), size in zip(bounds, sizes, strict=True)]
     parts = [(max(run.start, first), min(run.start + run.length, last), run) for run in runs]
     parts = [part for part in parts if part[0] < part[1]]
     filled = sum(stop - start for start, stop, _ in parts)

@@ -28,7 +28,7 @@ _MOST = {"int8": 127, "float8_e4m3fn": 448}  # the number that the largest entry
 BY_ROW = NarrowFormat(dtype="int8")
 
 
-def format_of(name: str, quantize: str | None) -> NarrowFormat | None:
+def format_of(name: str, quantize: str | None, stored: NarrowFormat | None = None) -> NarrowFormat | None:
     """The format of a parameter of this name; None if it is not quantized.
 
     Matrices that multiply hidden states are quantized, and the token table, which may be half of a small model. Norms,
@@ -38,13 +38,14 @@ def format_of(name: str, quantize: str | None) -> NarrowFormat | None:
 
     Args:
       quantize: `EngineConfig.quantize`.
+      stored: the format in the checkpoint, which is kept where it is of the same dtype.
     """
     is_kernel = name.endswith("kernel") and not name.endswith("router.kernel")
     if quantize is None or not (is_kernel or name.endswith("tokens.table")):
         return None
     if quantize == "int8" or not is_kernel or ".experts." in name:
         return BY_ROW
-    return NarrowFormat(dtype="int4", group=GROUP)
+    return stored if stored is not None and stored.dtype == quantize else NarrowFormat(dtype=quantize, group=GROUP)
 
 
 def shapes_of(form: NarrowFormat, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> Quantized:
@@ -59,12 +60,13 @@ def shapes_of(form: NarrowFormat, shape: tuple[int, ...], dtype: DTypeLike, name
     values, parts = jax.ShapeDtypeStruct(shape, form.dtype), shape[:-1]
     if form.group is None:
         return Quantized(values, jax.ShapeDtypeStruct(parts, dtype))
-    if shape[-1] % form.group:
+    group = form.group if form.group > 0 else shape[-1]
+    if shape[-1] % group:
         raise ValueError(
-            f"{name} has {shape[-1]} inputs, which are not whole groups of {form.group} ({form.dtype}); "
+            f"{name} has {shape[-1]} inputs, which are not whole groups of {group} ({form.dtype}); "
             "--quantize int8 has no groups"
         )
-    parts = (*parts, shape[-1] // form.group)
+    parts = (*parts, shape[-1] // group)
     zeros = jax.ShapeDtypeStruct(parts, jnp.int8) if form.zeros else None
     return Quantized(values, jax.ShapeDtypeStruct(parts, dtype), zeros)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -113,19 +115,43 @@ class PackedTensor(QuantizedTensor):
         rows, columns = (part.indices(size)[:2] for part, size in zip(region, self.shape, strict=True))
         group = np.arange(*columns) // self._group if self.groups is None else self.groups.values[slice(*columns)]
         wide = self._oriented(self.packing.unpack(self.values, self.packing.axis, self._stored_order(rows, columns)))
-        all_groups = self._stored_order(rows, (0, self._count))
-        if self.zeros is None:
-            wide -= 1 << (self.packing.bits - 1)
-        else:
-            zeros = self.packing.unpack(self.zeros.values, int(self.packing.is_transposed), all_groups)
-            wide -= (self._oriented(zeros) + self.packing.zero)[:, group]
-        scales = self.scales.values[tuple(slice(*each) for each in all_groups)]
-        wide *= self._oriented(scales).astype(np.float32)[:, group]
+        wide -= self.zeros_of(rows)[:, group] + self._middle
+        wide *= self.scales_of(rows)[:, group]
         return wide[tuple(slice(None, None, part.step) for part in region)]
+
+    def scales_of(self, rows: tuple[int, int]) -> np.ndarray:
+        """float32[rows, groups]."""
+        every = self._stored_order(rows, (0, self._count))
+        return self._oriented(self.scales.values[tuple(slice(*each) for each in every)]).astype(np.float32)
+
+    def zeros_of(self, rows: tuple[int, int]) -> np.ndarray:
+        """float32[rows, groups], of integers that are signed: 0 is the middle of the range."""
+        if self.zeros is None:
+            return np.zeros((rows[1] - rows[0], self._count), np.float32)
+        every = self._stored_order(rows, (0, self._count))
+        found = self.packing.unpack(self.zeros.values, int(self.packing.is_transposed), every)
+        return self._oriented(found) + (self.packing.zero - self._middle)
+
+    def has_groups_of(self, size: int | None) -> bool:
+        """Whether a scale belongs to each `size` consecutive inputs."""
+        inputs = self.shape[1]
+        in_order = self.groups is None or np.array_equal(self.groups.values, np.arange(inputs) // self._group)
+        return self.packing.bits == 4 and in_order and size == min(self._group, inputs) and inputs % size == 0
+
+    def of_groups(self) -> tuple[StoredTensor, StoredTensor]:
+        """The scales and the signed zero points as tensors [out, groups]."""
+        sizes = (self.shape[0], self._count)
+        make = partial(_OfGroups, name=self.name, file=self.file, values=self.values, sizes=sizes)
+        return make(read_rows=self.scales_of), make(read_rows=self.zeros_of)
 
     @property
     def _others(self) -> list[StoredTensor]:
         return [each for each in (self.scales, self.zeros, self.groups) if each is not None]
+
+    @property
+    def _middle(self) -> int:
+        """The integer in the middle of the range."""
+        return 1 << (self.packing.bits - 1)
 
     @property
     def _group(self) -> int:
@@ -143,3 +169,27 @@ class PackedTensor(QuantizedTensor):
 
     def _oriented(self, stored: np.ndarray) -> np.ndarray:
         return stored.T if self.packing.is_transposed else stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfGroups(StoredTensor):
+    """One number for each row and group of a matrix."""
+
+    sizes: tuple[int, ...]
+    read_rows: Callable[[tuple[int, int]], np.ndarray]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sizes
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # they are counted with the integers
+
+    def read(self, region: Region) -> np.ndarray:
+        rows, columns = region
+        return self.read_rows((rows.start, rows.stop))[:, columns]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.models.schema import NarrowFormat
 from jaxserve.weights.packed_tensor import AWQ_ORDER, COMPRESSED_PARTS, GPTQ_PARTS, IN_ORDER, PackedTensor, Packing
 from jaxserve.weights.stored import (
     FLOAT8,
@@ -45,6 +46,13 @@ class Quantization:
     method: str = ""
     block: tuple[int, ...] = ()
     packing: Packing | None = None
+
+    @property
+    def kept(self) -> NarrowFormat | None:
+        """The format that `--quantize` of the same name keeps."""
+        if self.packing is None or self.packing.bits != 4:
+            return None
+        return NarrowFormat(dtype="int4", group=self.packing.group, zeros=self.packing.has_zeros)
 
 
 def parse(file: Path, entries: Mapping[str, Any]) -> Quantization:

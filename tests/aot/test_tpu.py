@@ -7,6 +7,7 @@ import importlib.util
 import math
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
+from jaxserve.models.products import Quantized
 from jaxserve.planning import compiled, hlo, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
-from jaxserve.runner import compiler_options
+from jaxserve.runner import compiler_options, matmul
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
 from pallas_kernels.tpu.layout import round_up
@@ -277,3 +279,33 @@ def test_a_step_of_bloom_176b(tell, hold, monkeypatch, topology):
     assert {each.arrays for each in stage.collectives} == {"bf16[256,14336]", "f32[16,15680,16]"}
     assert stage.surprises == ()
     hold(f"{topology}, BLOOM-176B", figures_of_step(texts[0], 70))
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+@pytest.mark.parametrize("rows", [8, 256])
+@pytest.mark.parametrize(("outputs", "inputs", "group", "zeros"), [(11008, 4096, 32, False), (4096, 11008, 128, True)])
+def test_int4_kernels_are_widened_inside_the_product(generation, rows, outputs, inputs, group, zeros, tell):
+    """What the program has beside its arguments has no space for the wide kernel (of Llama-2-7B)."""
+    place = SingleDeviceSharding(targets.devices_of(devices.parse(GENERATIONS[generation]))[0])
+
+    def like(sizes, dtype) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+    counts = (outputs, inputs // group)
+    points = like(counts, jnp.int8) if zeros else None
+    matrix = Quantized(like((outputs, inputs), jnp.int4), like(counts, jnp.bfloat16), points)
+    product = partial(matmul.DeviceProducts(native=None), dtype=jnp.bfloat16)
+    lowered = jax.jit(product).lower(like((rows, inputs), jnp.bfloat16), matrix)
+    memory = lowered.compile(compiler_options.of("tpu", absent=True)).memory_analysis()
+    assert memory.argument_size_in_bytes < 0.65 * outputs * inputs + 2**23
+    tell(
+        "products with int4 kernels for TPUs",
+        device=generation,
+        rows=rows,
+        kernel=f"{outputs} x {inputs}",
+        group=group,
+        zeros=zeros,
+        temporaries=f"{memory.temp_size_in_bytes / 2**20:.1f} MiB",
+    )
+    # A copy of the narrow one in another order, and of the result, at most; the wide one has twice as many.
+    assert memory.temp_size_in_bytes < outputs * inputs

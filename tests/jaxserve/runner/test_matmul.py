@@ -65,3 +65,4 @@ def test_int4_matrix(rows, dtype, zeros) -> None:
     atol = (1e-5 if dtype == "float32" else 5e-3) * np.abs(exact).max()
     np.testing.assert_allclose(product(x, matrix), exact, atol=atol)
     np.testing.assert_allclose(project(x, matrix), exact, atol=atol)
+    np.testing.assert_allclose(matmul._dot_groups(x, matrix, jnp.float32), exact, atol=atol)  # of accelerators

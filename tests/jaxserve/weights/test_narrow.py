@@ -116,7 +116,14 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, quantize
     """Also where a device holds some columns only, whose scales are those of whole rows, and runs of rows are short."""
     entries = {"model_type": family, **SIZES, "vocab_size": 103, "tie_word_embeddings": family != "bloom"}
     if quantize == "int4":  # each of four devices has whole groups
-        entries |= {"hidden_size": 128, "n_embd": 128, "intermediate_size": 256, "ffn_dim": 256, "head_dim": 32, "word_embed_proj_dim": 64}
+        entries |= {
+            "hidden_size": 128,
+            "n_embd": 128,
+            "intermediate_size": 256,
+            "ffn_dim": 256,
+            "head_dim": 32,
+            "word_embed_proj_dim": 64,
+        }
     path = parity.write_checkpoint(tmp_path / "model", entries, parity.draw_for(entries))
     model, dtype = models.build(weights.read_config(path)), jnp.dtype("bfloat16")
     if saved == "orbax":

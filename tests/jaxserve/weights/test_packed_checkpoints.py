@@ -10,8 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve import weights
-from jaxserve.weights import CheckpointError
+from jaxserve import models, startup, weights
+from jaxserve.config import EngineConfig
+from jaxserve.models.products import widened
+from jaxserve.runner.sharded_parameters import placement
+from jaxserve.weights import CheckpointError, is_matrix
 from tests.jaxserve.weights.directories import GPT2, rewrite, write
 from tests.jaxserve.weights.test_quantized_checkpoints import LLAMA, MOE, check_regions, store
 
@@ -133,7 +136,7 @@ def test_symmetric_integers_have_no_zero_points(tmp_path):
     check_regions(tensors, "a.weight", expected.astype(np.float32))
 
 
-def quantize(folder: Path, write_parts, config: dict[str, Any]) -> dict[str, np.ndarray]:
+def quantize(folder: Path, write_parts, config: dict[str, Any], group_size: int = 8) -> dict[str, np.ndarray]:
     """Rewrites the matrices of a directory's layers as 4-bit integers; returns what they stand for."""
     stand_for = {}
 
@@ -143,7 +146,7 @@ def quantize(folder: Path, write_parts, config: dict[str, Any]) -> dict[str, np.
             if values.ndim != 2 or "layers" not in name or "norm" in name or name.endswith("mlp.gate.weight"):
                 changed[name] = stand_for[name] = values
                 continue
-            group = np.arange(values.shape[1]) // 8
+            group = np.arange(values.shape[1]) // group_size
             integers, zeros, scales = drawn(values.shape, 4, group.max() + 1, seed=len(stand_for))
             for part, stored in write_parts(integers, np.minimum(zeros, 15), scales / 16, 4, group).items():
                 changed[f"{name.removesuffix('weight')}{part}"] = stored
@@ -229,3 +232,63 @@ def test_faults_of_parts_are_named(tmp_path, change, message):
 def test_a_group_size_must_be_a_number(tmp_path):
     with pytest.raises(CheckpointError, match="group_size is '128'; it must be a number of inputs, or -1 for all"):
         store(tmp_path, {"b": np.ones(3, np.float32)}, GPTQ | {"bits": 4, "group_size": "128"})
+
+
+KEPT_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("write_parts", "config"),
+    [
+        pytest.param(gptq, GPTQ | {"bits": 4, "group_size": 16}, id="gptq"),
+        pytest.param(awq, AWQ | {"group_size": 16}, id="awq"),
+        pytest.param(compressed, compressed_config(4, symmetric=False, group_size=16), id="compressed"),
+    ],
+)
+def test_integers_are_kept(tmp_path, write_parts, config, tensor):
+    """Each matrix has the stored integers, scales and zero points, so it is to the bit what it would be widened."""
+    entries = LLAMA | KEPT_SIZES
+    write(tmp_path, entries)
+    quantize(tmp_path, write_parts, config, group_size=16)
+    model = models.build(weights.read_config(tmp_path))
+    (stages,), _ = startup.replica_programs(EngineConfig(tensor=tensor, quantize="int4", max_context=16), model)
+    found = weights.load(tmp_path, stages[0].model, jnp.float32, place=placement(stages), quantize="int4")
+    wide = weights.load(tmp_path, stages[0].model, jnp.float32)
+    kept = 0
+    for leaf, expected in zip(*(jax.tree.leaves(tree, is_leaf=is_matrix) for tree in (found, wide)), strict=True):
+        if is_matrix(leaf) and leaf.group is not None:
+            kept += 1
+            assert (leaf.values.dtype, leaf.group, leaf.zeros.dtype) == (jnp.int4, 16, jnp.int8)
+            np.testing.assert_array_equal(widened(leaf, jnp.float32), expected)
+    assert kept == 5 * model.config.num_layers
+
+
+@pytest.mark.parametrize("config", [GPTQ | {"bits": 4, "group_size": 16}, AWQ | {"group_size": 16}])
+def test_matrices_in_another_form_are_quantized_anew(tmp_path, config):
+    """A group by order of activations, and a matrix that is not packed."""
+    write(tmp_path, LLAMA | KEPT_SIZES)
+    write_parts = shuffled if config["quant_method"] == "gptq" else wide_after_all
+    quantize(tmp_path, write_parts, config, group_size=16)
+    model = models.build(weights.read_config(tmp_path))
+    found = weights.load(tmp_path, model, jnp.float32, quantize="int4")
+    wide = weights.load(tmp_path, model, jnp.float32)
+    for leaf, expected in zip(*(jax.tree.leaves(tree, is_leaf=is_matrix) for tree in (found, wide)), strict=True):
+        if is_matrix(leaf) and leaf.group is not None:
+            assert not leaf.zeros.any()
+            off = np.abs(np.asarray(widened(leaf, jnp.float32)) - expected)
+            assert 0 < off.max() <= 1.01 * np.abs(leaf.scales).max()
+
+
+def shuffled(integers, zeros, scales, bits: int, group) -> dict[str, np.ndarray]:
+    return gptq(integers, zeros, scales, bits, np.random.default_rng(0).permutation(group))
+
+
+def wide_after_all(integers, zeros, scales, bits: int, group) -> dict[str, np.ndarray]:
+    return {"weight": ((integers - zeros[:, group]) * scales[:, group]).astype(np.float32)}
