@@ -1,6 +1,6 @@
 """Matrix products of the compiled programs: our kernels where faster, else XLA's.
 
-The only place that knows about `pallas_kernels.cpu.product` and `pallas_kernels.gpu.grouped`. Models call
+The only place that knows about `pallas_kernels.cpu.product` and the products in `pallas_kernels.gpu`. Models call
 `DeviceProducts` (see `products.bind`).
 """
 
@@ -21,7 +21,7 @@ from jaxserve.models import experts
 from jaxserve.models.products import Quantized, dot, widened
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
-from pallas_kernels.gpu import grouped
+from pallas_kernels.gpu import grouped, int4
 from sharding.spec import ShardingSpec, names
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
@@ -74,7 +74,7 @@ class DeviceProducts:
         """
         if isinstance(matrix, Quantized):
             y = None if self.native is None else product.multiply_narrow(x, *matrix)
-            return _quantized(x, matrix, dtype, tiles=self.tiles) if y is None else y
+            return self._quantized(x, matrix, dtype) if y is None else y
         y = None if self.native is None else self.native(x, matrix)
         if y is not None:
             return y
@@ -116,6 +116,21 @@ class DeviceProducts:
             here, mesh=mesh, in_specs=(whole, whole, whole, places), out_specs=whole, check_vma=False
         )
         return everywhere(x, chosen, weights, kernels)
+
+    def _quantized(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+        # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
+        # GPUs do not if there are groups.
+        if matrix.group is not None:
+            alone = (self.mesh is None or self.mesh.size == 1) and int4.serves(matrix.group)
+            ways = {"cuda": _int4_gpu} if alone and matrix.values.dtype == jnp.int4 else {}
+            return jax.lax.platform_dependent(
+                x, matrix, cpu=_dot_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
+            )
+        on_cpu = _dot_tiles if self.tiles and len(x) > _INTEGER_ROWS else _dot_integers
+        sums = jax.lax.platform_dependent(
+            x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
+        )
+        return sums * matrix.scales.astype(jnp.float32)
 
     def _runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
         if self.native is not None and not isinstance(kernels, Quantized):
@@ -164,15 +179,8 @@ def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *,
     return experts.scaled(grouped.multiply_runs(x, values, sizes, interpret=interpret), kernels, sizes)
 
 
-def _quantized(x: jax.Array, matrix: Quantized, dtype: DTypeLike, *, tiles: bool) -> jax.Array:
-    # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory.
-    if matrix.group is not None:
-        return jax.lax.platform_dependent(x, matrix, cpu=_dot_tiles, default=partial(_dot_groups, dtype=dtype))
-    on_cpu = _dot_tiles if tiles and len(x) > _INTEGER_ROWS else _dot_integers
-    sums = jax.lax.platform_dependent(
-        x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
-    )
-    return sums * matrix.scales.astype(jnp.float32)
+def _int4_gpu(x: jax.Array, matrix: Quantized) -> jax.Array:
+    return int4.multiply(x, *matrix)
 
 
 def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:

@@ -128,8 +128,8 @@ def runs_kernel(x: Any, kernels: Any, tiles: Any, y: Any, *, tiling: RunsTiling)
 
         def step(i: jax.Array, acc: jax.Array) -> jax.Array:
             depth = i * tiling.depth + jnp.arange(tiling.depth)
-            left = _load(x, (), rows, end, depth, inputs)
-            right = _load(kernels, (expert,), columns, outputs, depth, inputs).astype(x.dtype)
+            left = load_part(x, (), rows, end, depth, inputs)
+            right = load_part(kernels, (expert,), columns, outputs, depth, inputs).astype(x.dtype)
             axes = (((1,), (1,)), ((), ()))
             return acc + lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.float32)
 
@@ -139,7 +139,9 @@ def runs_kernel(x: Any, kernels: Any, tiles: Any, y: Any, *, tiling: RunsTiling)
         plgpu.store(y.at[at[0], at[1]], acc, mask=(at[0] < end) & (at[1] < outputs))
 
 
-def _load(ref: Any, first: tuple[Any, ...], rows: jax.Array, n_rows: Any, depth: jax.Array, n_depth: int) -> jax.Array:
+def load_part(
+    ref: Any, first: tuple[Any, ...], rows: jax.Array, n_rows: Any, depth: jax.Array, n_depth: int
+) -> jax.Array:
     """Rows of a matrix at some depths; zeros beyond the end of either."""
     rows, depth = jnp.broadcast_arrays(rows[:, None], depth[None, :])
     inside = rows < n_rows

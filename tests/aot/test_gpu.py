@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.models.products import Quantized
 from jaxserve.planning import compiled, model_catalog, overlap, targets
 from jaxserve.planning.deployment import Deployment, programs
-from jaxserve.runner import compiler_options
+from jaxserve.runner import compiler_options, matmul
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
 from pallas_kernels.gpu import grouped, hopper
@@ -371,3 +373,41 @@ def compile_step(stage: StagePrograms, bucket: int, n_blocks: int, dump: Path) -
     assert memory is not None
     assert not list(compiled.copies(stage, text, n_blocks))
     return text, memory.temp_size_in_bytes, time.perf_counter() - started
+
+
+@pytest.mark.parametrize("device", ["a100-80g:1", "h200:1"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "group", "zeros"),
+    [(8, 11008, 4096, 32, False), (256, 4096, 11008, 128, True)],  # of Llama-2-7B
+)
+def test_int4_kernels_are_widened_inside_the_product(device, rows, outputs, inputs, group, zeros, tmp_path, tell):
+    """What the program has beside its arguments has no space for the wide kernel."""
+    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
+    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+
+    def like(sizes, dtype):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=everywhere)
+
+    counts = (outputs, inputs // group)
+    points = like(counts, jnp.int8) if zeros else None
+    matrix = Quantized(like((outputs, inputs), jnp.int4), like(counts, jnp.bfloat16), points)
+    product = partial(matmul.DeviceProducts(native=None), dtype=jnp.bfloat16)
+    with targets.lowering(one):
+        lowered = jax.jit(product).lower(like((rows, inputs), jnp.bfloat16), matrix)
+    program, (kernel,) = compile_dumped(lowered, tmp_path)
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    tell(
+        "products with int4 kernels for GPUs",
+        device=device,
+        rows=rows,
+        kernel=f"{outputs} x {inputs}",
+        group=group,
+        zeros=zeros,
+        registers=kernel.registers,
+        spilled=kernel.spilled,
+        shared=kernel.shared,
+        temporaries=f"{temporaries / 2**20:.1f} MiB",
+    )
+    assert kernel.spilled == 0
+    assert any("mma" in path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert temporaries < 2**20 + 4 * rows * inputs  # the two halves of x
