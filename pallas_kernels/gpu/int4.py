@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Float32, Int8
 
-from pallas_kernels.gpu.grouped import RunsTiling, load_part, runs_tiling
+from pallas_kernels.gpu.grouped import RunsTiling, load_part
 
 _LARGEST = 128  # inputs of a group that a step multiplies
 
@@ -44,7 +44,10 @@ def multiply(
     """
     rows, inputs = x.shape
     group = inputs // scales.shape[1]
-    tiling = runs_tiling(rows, 1, x.dtype)._replace(depth=min(group, _LARGEST))
+    # Sums of a group are held beside those of all, so tiles are smaller than those of wide kernels.
+    tiling = RunsTiling(16 if rows <= 16 else 64, 64, min(group, _LARGEST), 4, 3)
+    if x.dtype == jnp.float32:
+        tiling = RunsTiling(16, 32, 32, 4, 2)
     pairs = lax.bitcast_convert_type(values.reshape(len(values), -1, 2), jnp.uint8)
     even, odd = jnp.unstack(x.reshape(rows, -1, 2), axis=2)
     arrays = (even, odd, pairs, scales, *(() if zeros is None else (zeros,)))
