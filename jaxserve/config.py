@@ -16,7 +16,7 @@ SlotPolicyName = Literal["reserve", "grow"]
 OrderName = Literal["fcfs", "slo"]
 SchedulerName = Literal["iteration", "request"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
-QuantizeName = Literal["int8", "int4"]
+QuantizeName = Literal["int8", "int4", "float8"]
 CacheDtypeName = Literal["auto", "float32", "bfloat16", "int8"]
 GenerationConfigName = Literal["auto", "off"]
 
@@ -34,7 +34,7 @@ class EngineConfig:
     )
     quantize: QuantizeName | None = param(
         None,
-        "quantize weights as they are loaded; int8 takes half the memory of bfloat16, int4 two sevenths",
+        "quantize weights as they are loaded; int8 and float8 take half the memory of bfloat16, int4 two sevenths",
         default_help="keep weights in --dtype",
         group="model",
     )

@@ -126,7 +126,8 @@ class DeviceProducts:
             return jax.lax.platform_dependent(
                 x, matrix, cpu=_dot_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
             )
-        on_cpu = _dot_tiles if self.tiles and len(x) > _INTEGER_ROWS else _dot_integers
+        tiled = matrix.values.dtype != jnp.int8 or (self.tiles and len(x) > _INTEGER_ROWS)
+        on_cpu = _dot_tiles if tiled else _dot_integers
         sums = jax.lax.platform_dependent(
             x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
         )
@@ -184,7 +185,10 @@ def _int4_gpu(x: jax.Array, matrix: Quantized) -> jax.Array:
 
 
 def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Multiplies by values and zero points apart: with both in one dot, TPUs would hold the wide matrix in memory."""
+    """Multiplies by values and zero points apart.
+
+    With both in one dot, TPUs would hold the wide matrix in memory.
+    """
     y = _dot_wide(x, widened(matrix._replace(zeros=None), x.dtype), dtype)
     if matrix.zeros is None:
         return y

@@ -1,6 +1,6 @@
-"""Quantizes weights to int8 or float8 with a scale per row, or to int4 with a scale per group of inputs.
+"""Quantizes weights to int8, float8 or int4.
 
-Only weights are quantized, activations are not (for int8: LLM.int8(), arXiv:2208.07339, section 2.1). The scale of a
+int8 and float8 have a scale per row, int4 has one per group of inputs. Only weights are quantized, activations are not (for int8: LLM.int8(), arXiv:2208.07339, section 2.1). The scale of a
 group in int4 makes its largest entry -8, the end of the range (as in llama.cpp's Q4_0).
 """
 
@@ -26,6 +26,11 @@ _MOST = {"int8": 127, "float8_e4m3fn": 448}  # the number that the largest entry
 
 
 BY_ROW = NarrowFormat(dtype="int8")
+_FORMATS = {
+    "int8": BY_ROW,
+    "int4": NarrowFormat(dtype="int4", group=GROUP),
+    "float8": NarrowFormat(dtype="float8_e4m3fn"),
+}
 
 
 def format_of(name: str, quantize: str | None, stored: NarrowFormat | None = None) -> NarrowFormat | None:
@@ -33,8 +38,7 @@ def format_of(name: str, quantize: str | None, stored: NarrowFormat | None = Non
 
     Matrices that multiply hidden states are quantized, and the token table, which may be half of a small model. Norms,
     biases and learned positions are not, nor are routers, whose choices depend on small differences. Token tables,
-    heads and the kernels of experts have eight bits at least: tables are read by rows, and experts' scales are applied
-    to sums.
+    heads and the kernels of experts are always int8: tables are read by rows, and experts' scales are applied to sums.
 
     Args:
       quantize: `EngineConfig.quantize`.
@@ -43,9 +47,10 @@ def format_of(name: str, quantize: str | None, stored: NarrowFormat | None = Non
     is_kernel = name.endswith("kernel") and not name.endswith("router.kernel")
     if quantize is None or not (is_kernel or name.endswith("tokens.table")):
         return None
-    if quantize == "int8" or not is_kernel or ".experts." in name:
+    if not is_kernel or ".experts." in name:
         return BY_ROW
-    return stored if stored is not None and stored.dtype == quantize else NarrowFormat(dtype=quantize, group=GROUP)
+    form = _FORMATS[quantize]
+    return stored if stored is not None and stored.dtype == form.dtype else form
 
 
 def shapes_of(form: NarrowFormat, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> Quantized:
@@ -104,7 +109,7 @@ def rounded(wide: Any, steps: Any, dtype: np.dtype, numpy: ModuleType, zeros: An
 
 
 def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
-    """Bytes of an array, or of a part of this shape, in the memory of a device: two numbers of int4 a byte."""
+    """Bytes of an array, or of a part of this shape, on a device; int4 has two numbers a byte."""
     size = math.prod(leaf.shape if shape is None else shape)
     return -(-size // 2) if leaf.dtype == jnp.int4 else size * leaf.dtype.itemsize
 

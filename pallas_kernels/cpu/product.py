@@ -35,7 +35,7 @@ def multiply_narrow(
     scales: jax.Array,
     zeros: Int8[jax.Array, "out groups"] | None,
 ) -> Float32[jax.Array, "T out"] | None:
-    """x times the transpose of (values - zeros) * scales ([out] or [out, groups]); None if there is no such product.
+    """x times the transpose of (values - zeros) * scales; None if there is no such product.
 
     It is there for int8 [out, in] with a scale per row, and int4 with groups of a multiple of 8 inputs, on CPUs with
     AVX512-VNNI. It is the faster one for any number of rows. x is rounded: for int4 to 8 bits of the largest entry in a

@@ -1,6 +1,6 @@
-"""Products with int4 kernels in groups of inputs, in Pallas with Triton; kernels are widened in registers.
+"""Products with int4 kernels in groups of inputs, in Pallas with Triton.
 
-XLA's compiler for GPUs would write the wide kernel to memory: it takes one array into a product's operand, but not
+Kernels are widened in registers. XLA's compiler for GPUs would write the wide kernel to memory: it takes one array into a product's operand, but not
 values with their scales. The two numbers of a byte are neighbouring inputs, so a program multiplies the inputs at even
 places of x by the low halves, and those at odd places by the high halves.
 """
@@ -23,7 +23,7 @@ _LARGEST = 128  # inputs of a group that a step multiplies
 
 
 def serves(group: int) -> bool:
-    """Whether groups of so many inputs are whole steps: powers of two from 32 on, or multiples of 128."""
+    """Whether groups of so many inputs are whole steps: 32, 64 and multiples of 128."""
     return group % _LARGEST == 0 or group in (32, 64)
 
 

@@ -1,4 +1,4 @@
-"""`jaxserve bench accuracy`: compares answers with eight bits with those at full width."""
+"""`jaxserve bench accuracy`: compares answers with narrow numbers with those at full width."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
 
 HELP = """\
-Compares the answers of one checkpoint at full width and with eight bits: the perplexity of a text, read in windows of
+Compares the answers of one checkpoint at full width and with fewer bits: the perplexity of a text, read in windows of
 256 tokens that overlap by half, and greedy continuations of passages from it. By default it compares the demo model on
 the text that was held out of its training.
 
@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8 keys and values": {"kv_cache_dtype": "int8", "quantize": None},
     "int8 weights": {"kv_cache_dtype": "auto", "quantize": "int8"},
     "int8 both": {"kv_cache_dtype": "int8", "quantize": "int8"},
+    "float8 weights": {"kv_cache_dtype": "auto", "quantize": "float8"},
+    "int4 weights": {"kv_cache_dtype": "auto", "quantize": "int4"},
 }
 
 

@@ -66,3 +66,19 @@ def test_int4_matrix(rows, dtype, zeros) -> None:
     np.testing.assert_allclose(product(x, matrix), exact, atol=atol)
     np.testing.assert_allclose(project(x, matrix), exact, atol=atol)
     np.testing.assert_allclose(matmul._dot_groups(x, matrix, jnp.float32), exact, atol=atol)  # of accelerators
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_float8_matrix(rows, tiles) -> None:
+    rng = np.random.default_rng(rows)
+    x, matrix = rng.standard_normal((rows, 96)).astype(np.float32), rng.standard_normal((300, 96)).astype(np.float32)
+    like = narrow.shapes_of(NarrowFormat(dtype="float8_e4m3fn"), matrix.shape, np.float32, "a")
+    held = narrow.quantize(matrix, like, np)
+    wide = np.asarray(held.values).astype(np.float64) * held.scales.astype(np.float64)[:, None]
+    assert 0.01 < (np.abs(wide - matrix) / np.abs(matrix).max(axis=1, keepdims=True)).max() < 1 / 28
+    np.testing.assert_array_equal(np.abs(np.asarray(held.values).astype(np.float32)).max(axis=1), 448)
+    held = jax.tree.map(jnp.asarray, held)
+    product = jax.jit(partial(matmul.DeviceProducts(native=None, tiles=tiles), dtype=jnp.float32))
+    np.testing.assert_allclose(product(x, held), x.astype(np.float64) @ wide.T, atol=1e-4)
+    np.testing.assert_allclose(product(x, held), project(x, held), atol=1e-4)

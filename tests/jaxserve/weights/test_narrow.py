@@ -20,6 +20,7 @@ from tests.fixtures import parity
 from tests.fixtures.tiny import BLOOM, make_engine, opinionated
 from tests.fixtures.traffic import run, traffic
 
+HELD = {"int8": jnp.int8, "int4": jnp.int4, "float8": jnp.float8_e4m3fn}
 SIZES = {  # by the names of all families
     "vocab_size": 104,
     "hidden_size": 32,
@@ -82,7 +83,7 @@ def test_groups_are_rounded_to_the_nearest_of_16_steps(numpy, dtype) -> None:
     np.testing.assert_allclose(back[5, 64:128], matrix[5, 64:128], atol=1 / 16 + 1e-6)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("quantize", list(HELD))
 @pytest.mark.parametrize("family", models.families())
 def test_matrices_are_held_narrow_and_nothing_else(family, quantize) -> None:
     model = models.build(models.parse_config({"model_type": family, **SIZES}))
@@ -93,8 +94,8 @@ def test_matrices_are_held_narrow_and_nothing_else(family, quantize) -> None:
         assert is_matrix(leaf) != whole, name
         if is_matrix(leaf):
             eight = quantize == "int8" or "table" in name or "experts" in name
-            assert leaf.values.dtype == (jnp.int8 if eight else jnp.int4)
-            groups = () if eight else (leaf.shape[-1] // 32,)
+            assert leaf.values.dtype == (jnp.int8 if eight else HELD[quantize])
+            groups = (leaf.shape[-1] // 32,) if quantize == "int4" and not eight else ()
             assert leaf.scales.shape == (*leaf.shape[:-1], *groups)
         assert leaf.scales.dtype == jnp.bfloat16 if is_matrix(leaf) else leaf.dtype == jnp.bfloat16
 
@@ -221,7 +222,7 @@ def test_weights_in_memory_are_rounded_and_replaced() -> None:
 
 
 def test_a_wrong_name_is_told() -> None:
-    with pytest.raises(ValueError, match="quantize is 'int3'; it must be int8, int4 or None"):
+    with pytest.raises(ValueError, match="quantize is 'int3'; it must be int8, int4, float8 or None"):
         EngineConfig(quantize="int3")  # type: ignore[arg-type]
 
 
