@@ -1,7 +1,8 @@
 """Quantizes weights to int8, float8 or int4.
 
-int8 and float8 have a scale per row, int4 has one per group of inputs. Only weights are quantized, activations are not (for int8: LLM.int8(), arXiv:2208.07339, section 2.1). The scale of a
-group in int4 makes its largest entry -8, the end of the range (as in llama.cpp's Q4_0).
+int8 and float8 have a scale per row, int4 has one per group of inputs. Only weights are quantized, activations are not
+(for int8: LLM.int8(), arXiv:2208.07339, section 2.1). The scale of a group in int4 makes its largest entry -8, the end
+of the range (as in llama.cpp's Q4_0).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Products with int4 kernels in groups of inputs, in Pallas with Triton.
 
-Kernels are widened in registers. XLA's compiler for GPUs would write the wide kernel to memory: it takes one array into a product's operand, but not
-values with their scales. The two numbers of a byte are neighbouring inputs, so a program multiplies the inputs at even
-places of x by the low halves, and those at odd places by the high halves.
+Kernels are widened in registers. XLA's compiler for GPUs would write the wide kernel to memory: it takes one array into
+a product's operand, but not values with their scales. The two numbers of a byte are neighbouring inputs, so a program
+multiplies the inputs at even places of x by the low halves, and those at odd places by the high halves.
 """
 
 from __future__ import annotations
