@@ -277,15 +277,16 @@ def _quantized(
 ) -> Quantized:
     """Some rows of a matrix, quantized; stored groups that are as `wanted` keep their numbers."""
     wide = _read(model, parameter, sources, bounds, np.dtype(np.float32), release)
-    packed = [each for each in sources if isinstance(each, PackedTensor) and each.has_groups_of(wanted.group)]
-    if len(packed) < len(sources) or wanted.values.dtype != jnp.int4:
+    group = wanted.group if wanted.values.dtype == jnp.int4 else None
+    packed = [each for each in sources if isinstance(each, PackedTensor) and each.has_groups_of(group)]
+    if group is None or len(packed) < len(sources):
         return narrow.quantize(wide, wanted, np)
     of_groups = (*bounds[:-1], (0, wanted.scales.shape[-1]))
     steps, zeros = (
-        _read(model, parameter, parts, of_groups, np.dtype(np.float32), release, wanted.group)
+        _read(model, parameter, parts, of_groups, np.dtype(np.float32), release, group)
         for parts in zip(*(each.of_groups() for each in packed), strict=True)
     )
-    groups = wide.reshape(*steps.shape, wanted.group)
+    groups = wide.reshape(*steps.shape, group)
     values = narrow.rounded(groups, steps, wanted.values.dtype, np, zeros[..., None]).reshape(wide.shape)
     points = None if wanted.zeros is None else zeros.astype(np.int8)
     return Quantized(values, steps.astype(wanted.scales.dtype), points)

@@ -136,7 +136,8 @@ class PackedTensor(QuantizedTensor):
         """Whether a scale belongs to each `size` consecutive inputs."""
         inputs = self.shape[1]
         in_order = self.groups is None or np.array_equal(self.groups.values, np.arange(inputs) // self._group)
-        return self.packing.bits == 4 and in_order and size == min(self._group, inputs) and inputs % size == 0
+        whole = size == min(self._group, inputs) and inputs % self._group == 0
+        return self.packing.bits == 4 and in_order and whole
 
     def of_groups(self) -> tuple[StoredTensor, StoredTensor]:
         """The scales and the signed zero points as tensors [out, groups]."""

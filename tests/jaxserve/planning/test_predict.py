@@ -61,6 +61,15 @@ def test_int8_weights_take_half():
     assert found == wide | {"embed": 14336, "embed.scales": 2}
 
 
+def test_int4_weights_take_four_bits_and_a_scale_a_group():
+    plan = predict(named("bloom-7b1", "v5e:1x1", quantize="int4"))
+    parts = {part.name: part for part in plan.stages[0].parameters}
+    up, scales = parts["layers.*.up.kernel"], parts["layers.*.up.kernel.scales"]
+    assert (scales.shape, scales.axes) == ((up.shape[0], up.shape[1] // 32), up.axes)
+    assert (up.nbytes, scales.nbytes) == (up.shape[0] * up.shape[1] // 2, 2 * up.shape[0] * up.shape[1] // 32)
+    assert parts["embed.tokens.table"].nbytes == 250880 * 4096
+
+
 def test_stages_hold_their_own_layers_and_ends():
     plan = predict(question(BLOOM, tensor=2, stages=2))
     first, last = plan.stages
