@@ -81,12 +81,15 @@ def assert_tests_exist(names: list[str]) -> None:
 
 
 def runs_the_fake_engine(path: str, name: str) -> bool:
-    """Whether a test is answered by an engine of tests/server/fake_engine.py."""
+    """Whether a test is answered by an engine of tests/server/fake_engine.py, or another that stands for one."""
     source = (ROOT / "tests" / path).read_text(encoding="utf-8")
     (test,) = (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef) and each.name == name)
-    fixtures = {"serve", "serve_http", "run_remote"} & {argument.arg for argument in test.args.args}
+    fixtures = {"serve", "serve_http", "serve_port", "run_remote"} & {argument.arg for argument in test.args.args}
     return path.startswith("server/") and (
-        bool(fixtures) or "FakeEngine" in (ast.get_source_segment(source, test) or "")
+        bool(fixtures)
+        or "admission_model" in source
+        or "class Watched" in source
+        or "FakeEngine" in (ast.get_source_segment(source, test) or "")
     )
 
 
