@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -70,46 +71,60 @@ class Coordinator:
         return False
 
 
-@contextlib.contextmanager
-def carried(cluster: ClusterConfig) -> Iterator[str]:
-    """A worker's side: an address where jax reaches host 0's coordinator while the block lasts.
+class Tunnel:
+    """A worker's side: a socket where jax reaches host 0's coordinator through the control channel.
 
-    Connections last longer. If host 0 is lost, theirs stay open: jax would end this process before it has told why.
+    If host 0 is lost, jax's connections to the socket stay open: jax would end this process before it has told why.
     """
-    open_stream = channel.connect(cluster, channel.COORDINATE)
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
-            while True:
-                end, _ = listening.accept()
-                threading.Thread(target=_carry, args=(cluster, open_stream, end), daemon=True).start()
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self._cluster = cluster
+        self._open: list[tuple[socket.socket, grpc.Call]] = []
 
-    with _private_path() as path, socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
-        listening.listen()
-        threading.Thread(target=accept, name="jaxserve-coordinator", daemon=True).start()
-        try:
-            yield f"unix:{path}"
-        finally:
-            _shut(listening)
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[str]:
+        """The address for jax while the block lasts; connections last longer."""
+        open_stream = channel.connect(self._cluster, channel.COORDINATE)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # nobody listens any more
+                while True:
+                    end, _ = listening.accept()
+                    threading.Thread(target=self._carry, args=(open_stream, end), daemon=True).start()
+
+        with _private_path() as path, socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path)
+            listening.listen()
+            threading.Thread(target=accept, name="jaxserve-coordinator", daemon=True).start()
+            try:
+                yield f"unix:{path}"
+            finally:
+                _shut(listening)
+
+    def close(self) -> None:
+        """Ends all connections, once jax has left: while Python ends, nobody would carry them, and jax would wait."""
+        for end, stream in self._open:
+            stream.cancel()
+            _shut(end)
+
+    def _carry(self, open_stream: channel.OpenStream, end: socket.socket) -> None:
+        out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
+        cluster = self._cluster
+        messages: Any = open_stream(iter(out.get, None))  # an iterator and a call
+        self._open.append((end, messages))
+        with end:
+            with contextlib.suppress(grpc.RpcError, StopIteration):
+                if handshake.prove(cluster.shared_secret, cluster.host, _FACTS, messages, out.put):
+                    threading.Thread(target=_write, args=(messages, end), daemon=True).start()
+                    for data in _read(end):
+                        out.put(pb.FromWorker(carried=data))
+            out.put(None)
 
 
 @contextlib.contextmanager
 def _private_path() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:  # for this user only
         yield str(Path(folder, "coordinator"))
-
-
-def _carry(cluster: ClusterConfig, open_stream: channel.OpenStream, end: socket.socket) -> None:
-    out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
-    with end:
-        with contextlib.suppress(grpc.RpcError, StopIteration):
-            messages = open_stream(iter(out.get, None))
-            if handshake.prove(cluster.shared_secret, cluster.host, _FACTS, messages, out.put):
-                threading.Thread(target=_write, args=(messages, end), daemon=True).start()
-                for data in _read(end):
-                    out.put(pb.FromWorker(carried=data))
-        out.put(None)
 
 
 def _read(end: socket.socket) -> Iterator[bytes]:

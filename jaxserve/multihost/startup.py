@@ -166,6 +166,7 @@ def follow(
     with contextlib.closing(profiler) if profiler is not None else contextlib.nullcontext():
         membership.follow()
     distributed.leave()
+    membership.left()
 
 
 def _followers(

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 
 import grpc
 
-from jaxserve.multihost import channel, coordinator, handshake
+from jaxserve.multihost import channel, handshake
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import ClusterConfig
+from jaxserve.multihost.coordinator import Tunnel
 from jaxserve.multihost.failure import ExitCode, Symptom, SymptomKind
 from jaxserve.multihost.failure_detector import LEAST_SILENCE, STARTING_SILENCE
 from jaxserve.multihost.follower import ReplicaFollower
@@ -53,6 +54,7 @@ class MasterConnection(channel.ControlChannel):
     ) -> None:
         self._cluster, self._facts, self._tell, self._alive, self._end = cluster, list(facts), tell, alive, end
         self._profiler = profiler
+        self._tunnel = Tunnel(cluster)
         self._profiling = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-profiler")
         self.on_failure: Callable[[str], None] = lambda _: None
         self._out: queue.SimpleQueue[pb.FromWorker | None] = queue.SimpleQueue()
@@ -85,7 +87,11 @@ class MasterConnection(channel.ControlChannel):
         self._watchdog.start()
 
     def coordinator(self) -> AbstractContextManager[str]:
-        return coordinator.carried(self._cluster)
+        return self._tunnel.listening()
+
+    def left(self) -> None:
+        """Ends the connections to jax's coordinator, once this host has left the job."""
+        self._tunnel.close()
 
     def reached(self, step: str) -> None:
         self._step = step

@@ -67,6 +67,9 @@ def main(told: dict) -> None:
         if isinstance(party, HostGroup):
             party.stop()
         distributed.leave()
+        if isinstance(party, MasterConnection):
+            party.left()
+        print(json.dumps({"left": True}), flush=True)
 
 
 if __name__ == "__main__":
