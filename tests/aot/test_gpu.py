@@ -375,6 +375,24 @@ def compile_step(stage: StagePrograms, bucket: int, n_blocks: int, dump: Path) -
     return text, memory.temp_size_in_bytes, time.perf_counter() - started
 
 
+def lowered_product(
+    device: str, rows: int, outputs: int, inputs: int, held: str, group: int | None, zeros: bool
+) -> Any:
+    """The product of bfloat16 rows with a narrow kernel, lowered for a device."""
+    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
+    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+
+    def like(sizes, dtype):
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=everywhere)
+
+    counts = (outputs,) if group is None else (outputs, inputs // group)
+    points = like(counts, "int8") if zeros else None
+    matrix = Quantized(like((outputs, inputs), held), like(counts, "bfloat16"), points)
+    product = partial(matmul.DeviceProducts(native=None), dtype=jnp.bfloat16)
+    with targets.lowering(one):
+        return jax.jit(product).lower(like((rows, inputs), "bfloat16"), matrix)
+
+
 @pytest.mark.parametrize("device", ["a100-80g:1", "h200:1"])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "group", "zeros"),
@@ -382,18 +400,7 @@ def compile_step(stage: StagePrograms, bucket: int, n_blocks: int, dump: Path) -
 )
 def test_int4_kernels_are_widened_inside_the_product(device, rows, outputs, inputs, group, zeros, tmp_path, tell):
     """What the program has beside its arguments has no space for the wide kernel."""
-    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
-    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
-
-    def like(sizes, dtype):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=everywhere)
-
-    counts = (outputs, inputs // group)
-    points = like(counts, jnp.int8) if zeros else None
-    matrix = Quantized(like((outputs, inputs), jnp.int4), like(counts, jnp.bfloat16), points)
-    product = partial(matmul.DeviceProducts(native=None), dtype=jnp.bfloat16)
-    with targets.lowering(one):
-        lowered = jax.jit(product).lower(like((rows, inputs), jnp.bfloat16), matrix)
+    lowered = lowered_product(device, rows, outputs, inputs, "int4", group, zeros)
     program, (kernel,) = compile_dumped(lowered, tmp_path)
     temporaries = program.memory_analysis().temp_size_in_bytes
     tell(
@@ -411,3 +418,10 @@ def test_int4_kernels_are_widened_inside_the_product(device, rows, outputs, inpu
     assert kernel.spilled == 0
     assert any("mma" in path.read_text() for path in tmp_path.glob("*.ptx"))
     assert temporaries < 2**20 + 4 * rows * inputs  # the two halves of x
+
+
+@pytest.mark.parametrize("rows", [8, 256])
+def test_float8_kernels_are_widened_inside_the_product(rows):
+    lowered = lowered_product("h200:1", rows, 11008, 4096, "float8_e4m3fn", None, False)
+    memory = lowered.compile(compiler_options.of("gpu", absent=True)).memory_analysis()
+    assert memory.temp_size_in_bytes < 11008 * 4096 // 4
