@@ -72,9 +72,9 @@ class Coordinator:
 
 
 class Tunnel:
-    """A worker's side: a socket where jax reaches host 0's coordinator through the control channel.
+    """A worker's side: a socket where jax reaches host 0's coordinator.
 
-    If host 0 is lost, jax's connections to the socket stay open: jax would end this process before it has told why.
+    The control channel carries its connections. If host 0 is lost, jax's connections to the socket stay open: jax would end this process before it has told why.
     """
 
     def __init__(self, cluster: ClusterConfig) -> None:
@@ -102,7 +102,10 @@ class Tunnel:
                 _shut(listening)
 
     def close(self) -> None:
-        """Ends all connections, once jax has left: while Python ends, nobody would carry them, and jax would wait."""
+        """Ends all connections, once jax has left.
+
+        While Python ends nobody would carry them, and jax on host 0 would wait for their end.
+        """
         for end, stream in self._open:
             stream.cancel()
             _shut(end)
