@@ -74,7 +74,8 @@ class Coordinator:
 class Tunnel:
     """A worker's side: a socket where jax reaches host 0's coordinator.
 
-    The control channel carries its connections. If host 0 is lost, jax's connections to the socket stay open: jax would end this process before it has told why.
+    The control channel carries its connections. If host 0 is lost, they stay open here: jax would end this process
+    before it has told why.
     """
 
     def __init__(self, cluster: ClusterConfig) -> None:
