@@ -179,11 +179,10 @@ class HttpCall:
         Args:
           named: whether the events have names, which are the types of the values.
         """
-        pieces = []
-        for value in values:
-            name = f"event: {value['type']}\n".encode() if named else b""
-            pieces.append(name + b"data: " + (DONE if value is DONE else encoded(value)) + b"\n\n")
-        data = b"".join(pieces)
+        await self.event_data(encoded_events(values, named=named))
+
+    async def event_data(self, data: bytes) -> None:
+        """Sends events as `encoded_events` makes them, in one piece."""
         if data and not self.has_started:
             await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         if data:
@@ -254,6 +253,15 @@ class Endpoint:
         if status in (408, 413, 415):  # the rest of the body is not read
             headers["connection"] = "close"
         await http_call.json(body, status, headers)
+
+
+def encoded_events(values: Iterable[Any], *, named: bool = False) -> bytes:
+    """JSON values, or DONE, as server-sent events."""
+    pieces = []
+    for value in values:
+        name = f"event: {value['type']}\n".encode() if named else b""
+        pieces.append(name + b"data: " + (DONE if value is DONE else encoded(value)) + b"\n\n")
+    return b"".join(pieces)
 
 
 def encoded(value: Any) -> bytes:

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.generation.beam_search import BeamParams
-from jaxserve.generation.completion import Completion
+from jaxserve.generation.completion import Completion, Delta
 from jaxserve.generation.samples import best
 from jaxserve.request import Request
 from jaxserve.text.chat_template import ChatTemplate
 from server.call import Call, Generation
 from server.errors import ApiError, ErrorKind
 from server.handler import Adjust, RequestHandler
-from server.http.call import DONE, HttpCall, status_of
+from server.http.call import DONE, HttpCall, encoded_events, status_of
 from server.http.choices import ChatChoice, Choice
 from server.http.schemas import ChatBody, CompletionBody
+from server.text import offload_if_long
 
 _TYPES = {
     ErrorKind.NOT_FOUND: "not_found_error",
@@ -138,7 +139,9 @@ class Completions:
         choices = [self._chosen(body, request, index) for index, request in enumerate(generation.requests)]
         prompts = [len(request.prompt) for request in generation.requests[:: body.n or 1]]
         generated, first = 0, choices[0].of_the_stream()
-        async for deltas in generation:
+
+        def made(deltas: Sequence[tuple[int, Delta]]) -> bytes:
+            nonlocal generated, first
             events = []
             for index, delta in deltas:
                 generated += len(delta.token_ids)
@@ -146,7 +149,11 @@ class Completions:
                 for piece in choices[index].pieces(delta):
                     events.append(header | usage | first | {"choices": [piece]})
                     first = {}
-            await http_call.events(events)
+            return encoded_events(events)
+
+        async for deltas in generation:
+            scored = sum(len(delta.prompt_logprobs) for _, delta in deltas)
+            await http_call.event_data(await offload_if_long(100 * scored, made, deltas))
         last = []
         if usage_wanted:
             completions = [generation.completion(index) for index in range(len(choices))]

@@ -25,12 +25,13 @@ from server.auth import ApiKeys
 from server.errors import ApiError
 from server.grpc import receive
 from server.http import json_text
+from server.http.choices import Choice
 from server.http.schemas import CompletionBody
 from server.limits import MAX_BODY_BYTES, MAX_FIELDS, MAX_VALUES
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server import front_attack
 from tests.server.conftest import Served
-from tests.server.http.http_calls import post
+from tests.server.http.http_calls import events, post
 
 Serve = Callable[..., None]
 QUEUE = EngineConfig(max_rows=1, max_queued_requests=8, max_queued_tokens=3000)
@@ -240,6 +241,23 @@ def test_many_short_texts_are_handled_beside_the_event_loop(
         assert {name for name, _ in seen} == {"encode", "__init__", "completion"}
         assert not [name for name, is_main in seen if is_main]
 
+    serve_http(scenario)
+
+
+def test_many_scored_tokens_of_a_stream_are_too(serve_http: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, seen = Choice.pieces, []
+
+    def noted(self: Choice, delta: Any) -> Any:
+        seen.append((len(delta.prompt_logprobs) > 40, threading.current_thread() is threading.main_thread()))
+        return pieces(self, delta)
+
+    async def scenario(it: Served) -> None:
+        fields = {"prompt": "a" * 100, "max_tokens": 1, "prompt_logprobs": 2, "stream": True}
+        assert [each async for each in events(it, "/v1/completions", **fields)]
+        assert (True, False) in seen
+        assert (True, True) not in seen
+
+    monkeypatch.setattr(Choice, "pieces", noted)
     serve_http(scenario)
 
 
