@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import tempfile
 import time
@@ -23,6 +24,7 @@ from jaxserve.planning.tables import UNKNOWN, Section, size
 from server.commands import console
 from sharding import devices, spec, specs
 from sharding.spec import ShardingSpec
+from sharding.spec import parts as parts_of
 
 HELP = """\
 Draws model families, meshes of eight devices and sharding rules from seeds, compiles the engine's programs for them,
@@ -53,7 +55,10 @@ _SIZES = {  # by the names of all families
     "rotary_pct": 0.5,
     "word_embed_proj_dim": 512,
 }
-_ENGINE: dict[str, Any] = {"max_rows": 8, "buckets": (32,), "max_context": 512, "slots": 2**16}
+_ENGINE: dict[str, Any] = {"max_rows": 8, "buckets": (32,), "max_context": 512}
+# In each part of the pool. Programs for TPUs hold up to 0.8 MiB a layer that no plan foresees: 16 KiB for each result
+# of several arrays.
+_SLOTS = 2**16
 
 Exchanges = Counter[tuple[str, int]]  # bytes of the results by kind and devices of a group
 
@@ -109,17 +114,21 @@ def drawn(seed: int, topology: str | None = None, *, parts: tuple[str, ...] = ()
     whole = _PREDICTABLE if seed % 2 else ()
     while True:
         each, name = draw(rng, whole=whole, exceptions=True, parts=parts), topology or rng.choice(TOPOLOGIES)
+        mesh: Any = each.sections["mesh"]
         try:
+            rules = _read(each)
+            pools = math.prod(parts_of(rules.pool.get(part), mesh) for part in parts)
             deployment = Deployment(
                 name=each.family,
                 config=models.parse_config({"model_type": each.family, **_SIZES}),
                 topology=devices.parse(name),
                 engine=EngineConfig(
                     **_ENGINE,
-                    mesh=",".join(f"{axis}={size}" for axis, size in each.sections["mesh"].items()),
+                    slots=_SLOTS * pools,
+                    mesh=",".join(f"{axis}={size}" for axis, size in mesh.items()),
                     dtype="bfloat16" if topology else "float32",
                 ),
-                spec=_read(each),
+                spec=rules,
                 context=128,
                 on_cpus=topology is None,
             )

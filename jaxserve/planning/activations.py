@@ -36,17 +36,21 @@ def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bo
     """Whether the compiler keeps the spec's weights as they are, as `activation_bytes` assumes.
 
     It makes them whole where tokens and "embed" go over a mesh axis both, or a layer's heads over other mesh axes than
-    the pool's. Of gathered weights, XLA's CPU compiler keeps more or less than all at once.
+    the pool's (those of the attention's output, than its result's). Of gathered weights, XLA's CPU compiler keeps more
+    or less than all at once.
     """
     tokens = _split(stage, stage.spec.activations.get("tokens"))
     pool_heads = _split(stage, kv_cache.head_target(stage.mesh, stage.spec))
     layers = [part for name, part in parts.items() if name.startswith("layers.")]
     for part in layers:
+        given = pool_heads
+        if part.name.endswith(".out.kernel"):
+            given = _split(stage, kv_cache.attended(stage.mesh, stage.spec, part.name)[0][1])
         for axis, target in zip(part.axes, part.partition, strict=True):
             over = _split(stage, target)
             if axis == "embed" and set(over) & set(tokens):
                 return False
-            if axis in ("heads", "kv_heads") and over and pool_heads and over != pool_heads:
+            if axis in ("heads", "kv_heads") and over and given and over != given:
                 return False
     gathered = [part for part in layers if any(set(names(each)) & set(stage.spec.gather) for each in part.partition)]
     return stage.platform != "cpu" or not gathered

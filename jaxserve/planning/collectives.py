@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxserve.planning.cost import Collective
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
-from jaxserve.runner.sharded_parameters import ShardedParameter
+from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.spec import Target, names
 from sharding.spec import parts as parts_of
 
@@ -50,14 +50,14 @@ class _Step(NamedTuple):
 def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
-    The compiler decides if the spec splits "embed", norms of heads, routers or the hidden states between the layers, or
-    if parts over some mesh axes are read as parts over others.
+    The compiler decides if the spec splits "embed", norms of heads, routers or the hidden states between the layers
+    (unless by tokens, see `_tokens`), or if parts over some mesh axes are read as parts over others.
 
     Args:
       parts: the stage's parameters by name.
     """
     split_axes = {axis for part in parts.values() for axis in part.axes if part.split(axis)}
-    undecided = split_axes & _UNDECIDED or any(stage.spec.activations.values()) or stage.spec.gather
+    undecided = split_axes & _UNDECIDED or stage.spec.gather
     if undecided and stage.mesh.size > 1:
         return None
     try:
@@ -90,7 +90,9 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
 
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    tokens = _tokens(stage, parts)
     hidden, by_head = item * config.hidden_size, over(kv_cache.head_target(stage.mesh, stage.spec))
+    of_tokens = parts_of(tokens, stage.mesh.shape)
     by_slot = kv_cache.slot_axes(stage.mesh, stage.spec)
     by_part = (*kv_cache.row_axes(stage.mesh, stage.spec), *by_slot)
     sums = 4 * config.num_heads // parts_of(by_head, stage.mesh.shape)  # of weights, as logarithms
@@ -108,18 +110,49 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
         if by_part:  # what each part of the pool's rows and slots gives is added up, to shares of heads if read so
             split, scattered = kv_cache.attended(stage.mesh, stage.spec, f"layers.{layer}.out.kernel")
             given, kind = names(split[1]), "all-reduce" if scattered is None else "reduce-scatter"
-            found[_Exchange(kind, "layers.*.attend", heads // parts_of(given, stage.mesh.shape), by_part)] += 1
+            times = parts_of(given, stage.mesh.shape) * (of_tokens if scattered == 0 else 1)
+            found[_Exchange(kind, "layers.*.attend", heads // times, by_part)] += 1
         attend = _Step("layers.*.attend", False, by_head, given, (heads,))
         sent = [*_exchanges([product("qkv", heads, keys, keys), attend, out])]
+        if tokens and any(each.kind != "all-reduce" for each in sent):
+            raise _Unknown
+        if tokens:  # each device attends with the queries of all tokens
+            local = (nbytes // parts_of(by_head, stage.mesh.shape) for nbytes in (heads, keys, keys))
+            found.update(_Exchange("all-gather", "layers.*.qkv", nbytes, tokens) for nbytes in local)
         experts = parts.get(f"layers.{layer}.experts.down.kernel")
         if experts is None:
             sent += _exchanges([product("up", item * config.ffn_size), product("down", hidden)])
         elif not experts.whole:  # each device adds up what its experts, or parts of them, give
             sent.append(_Exchange("all-reduce", "layers.*.experts", hidden, over(*experts.partition)))
+        sent = [each._replace(nbytes=each.nbytes // of_tokens) for each in sent]
         found.update(_together(sent) if stage.model.is_parallel(layer) else sent)
+    if tokens:
+        found[_Exchange("all-gather", "the last layer", hidden, tokens)] += 1
     if stage.is_last and (of_head := over(head_table(parts).partition[0])):
         found[_Exchange("all-gather", "head", 4 * config.vocab_size, of_head, True)] += 1
     return found
+
+
+def _tokens(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:
+    """The mesh axes that split the hidden states between the layers by tokens.
+
+    Raises _Unknown where the compiler chooses what to exchange: over axes that split parameters or heads, too; with
+    experts, which see all tokens; beside parallel halves of a layer, and where only a part of each head is rotated.
+    Compilers for GPUs join gathers, and widen some of them.
+    """
+    split = {name: kv_cache.over(stage.mesh, target) for name, target in stage.spec.activations.items()}
+    tokens = split.get("tokens", ())
+    taken = {axis for part in parts.values() for target in part.partition for axis in names(target)}
+    taken.update(names(kv_cache.head_target(stage.mesh, stage.spec)))
+    by_part = (*kv_cache.row_axes(stage.mesh, stage.spec), *kv_cache.slot_axes(stage.mesh, stage.spec))
+    rotary = getattr(stage.model.config, "rotary", None)  # of the families that have one
+    in_parts = rotary is not None and (rotary.interleaved or rotary.size < stage.model.config.head_dim)
+    is_parallel = any(map(stage.model.is_parallel, stage.layers))
+    has_experts = any(is_of_experts(part.axes) for part in parts.values())
+    is_plain = not (in_parts or is_parallel or has_experts or stage.quantize is not None or stage.platform == "gpu")
+    if split.get("embed") or (tokens and (taken & {*tokens} or by_part not in ((), tokens) or not is_plain)):
+        raise _Unknown
+    return tokens
 
 
 def _lookups(
@@ -129,14 +162,14 @@ def _lookups(
 
     The compilers of accelerators add what two tables give for a token before they add it up over devices.
     """
-    item = stage.shape.attention.dtype.itemsize
+    item, tokens = stage.shape.attention.dtype.itemsize, parts_of(_tokens(stage, parts), stage.mesh.shape)
     tables = {name: part for name, part in parts.items() if name.startswith("embed.") and name.endswith(".table")}
     divided = {name: over(part.partition[0]) for name, part in tables.items() if part.divided[0]}
     for name, axes in divided.items():
         if f"{name}.scales" in parts:
             yield _Exchange("all-reduce", "embed.scales", item, axes)
     widths = {name: tables[name].local[1] * (1 if f"{name}.scales" in parts else item) for name in divided}
-    sums = [_Exchange("all-reduce", "embed", widths[name], axes) for name, axes in divided.items()]
+    sums = [_Exchange("all-reduce", "embed", widths[name] // tokens, axes) for name, axes in divided.items()]
     is_added = stage.platform != "cpu" and stage.quantize is None
     yield from _together(dict.fromkeys(sums) if is_added else sums)
 

@@ -141,6 +141,7 @@ def forward(
     prepare: Callable[[AttentionBatch, int], Any],
     make_attend: Callable[[Any, int, Any], Attend],
     between: Callable[[jax.Array], jax.Array] | None,
+    whole: Callable[[Any], Any] | None,
     gathered: Callable[[Any], Any] | None,
     layout: BatchLayout,
     first_blocks: Sequence[int],
@@ -155,10 +156,13 @@ def forward(
       prepare: (batch, cache group) -> what the attention of its layers shares (`attention.prepare`).
       make_attend: (result of `prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
+      whole: makes every device hold all of what it is applied to; None unless hidden states are split by tokens.
       gathered: applied to the layers' parameters.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
+    if whole is not None:  # else positions are split as hidden states are, and every layer gathers what it needs
+        view = whole(view)
     groups = [shape.groups.index(model.config.window(layer)) for layer in layers]
     metas = {group: prepare(of_group(view.attention, group, shape.groups), group) for group in dict.fromkeys(groups)}
     if x is None:
@@ -176,12 +180,14 @@ def forward(
 
     used = jnp.arange(layout.bucket) < view.attention.query_offsets[-1]
     positions = jnp.where(used, view.attention.positions, -1)
-    x, pool = model.layers(params, layers, x, positions, attend, pool, looped=looped, between=between)
+    hidden, pool = model.layers(params, layers, x, positions, attend, pool, looped=looped, between=between)
+    if whole is not None:
+        hidden = whole(hidden)
     padding = shape.points - layout.points
     points = jnp.pad(view.points, ((0, padding), (0, 0)))
     if layers.stop < model.config.num_layers:
-        return Forward(pool, tables, points, x, None, None)
-    return Forward(pool, tables, points, x, x[jnp.pad(view.last, (0, padding))], view.next_tokens)
+        return Forward(pool, tables, points, hidden, None, None)
+    return Forward(pool, tables, points, hidden, hidden[jnp.pad(view.last, (0, padding))], view.next_tokens)
 
 
 def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
@@ -18,6 +19,7 @@ from tests.jaxserve.planning.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRA
 B, G = specs.default("bloom"), specs.default("gpt2")
 L = specs.default("llama")
 UNTIED = {"tie_word_embeddings": False}
+BY_CONTEXT: dict[str, Any] = {"activations": {"tokens": "context"}, "pool": {"slots": "context"}}
 
 
 def rules(spec, **changed):
@@ -43,6 +45,10 @@ COMBINATIONS = {
     "two axes, heads over one": question(
         LLAMA, rules(L, vocab=("x", "y"), ffn=("x", "y"), heads="x"), mesh="x=2,y=4", slots=2**16
     ),
+    "tokens over an axis of their own": question(
+        LLAMA, replace(L, activations={"tokens": "context"}), mesh="context=4,tensor=2", slots=2**16
+    ),
+    "tokens and slots": question(BLOOM, replace(B, **BY_CONTEXT), mesh="context=2,tensor=4", slots=2**16),
     "copies over one axis": question(BLOOM, mesh="data=2,tensor=4"),
     "positions split": question(GPT2, rules(G, positions="tensor"), tensor=4),
 }
@@ -171,6 +177,7 @@ def test_gathered_weights_and_copied_pools_are_told():
 
 TPU = importlib.util.find_spec("libtpu") is not None
 GPU = importlib.util.find_spec("jax_cuda12_plugin") is not None
+TPUS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 tpu = pytest.mark.skipif(
     not TPU, reason="libtpu is not installed; pip install 'jax[tpu]' of this jax's version brings it"
 )
@@ -194,7 +201,27 @@ def test_collectives_are_those_of_accelerators(topology):
     assert not stage.surprises
 
 
-TPUS, GPUS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"), ("a100-80g:4", "h200:4")
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.aot
+@tpu
+@pytest.mark.parametrize("family", [LLAMA, BLOOM], ids=["llama", "bloom"])
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param(each, marks=() if each[:3] == "v6e" else pytest.mark.weekly) for each in TPUS],
+)
+def test_exchanges_of_split_tokens_are_those_of_tpus(topology, family):
+    """With buckets so large that all-reduces could be scattered, and gathers go around rings."""
+    spec = replace(specs.default(family["model_type"]), **BY_CONTEXT)
+    sizes = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "mesh": "context=2,tensor=2", "buckets": (512,)}
+    wide = {"hidden_size": 1024, "intermediate_size": 4096}
+    deployment = question(family | wide, spec, topology, **sizes)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
+    assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
+    assert payloads(deployment, plan.stages[0].load.collectives) == payloads(deployment, stage.collectives)
+
+
+GPUS = ("a100-80g:4", "h200:4")
 PUBLISHED = (
     "llama-3-8b",
     "mistral-7b",

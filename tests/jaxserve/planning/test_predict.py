@@ -13,7 +13,7 @@ from jaxserve.planning.deployment import programs
 from jaxserve.planning.planner import plan
 from jaxserve.planning.predict import count_parameters, predict, with_buckets
 from sharding import devices, specs
-from tests.jaxserve.planning.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
+from tests.jaxserve.planning.questions import BLOOM, GPT2, GPTJ, LLAMA, MIXTRAL, NEOX, named, question
 
 TABLE = 201_088 * 2880 / 1e9  # of embeddings, which gpt-oss leaves out where it counts active parameters
 EMBED_SPLIT = {"vocab": None, "heads": None, "ffn": None, "embed": "tensor"}
@@ -202,6 +202,28 @@ def test_what_the_compiler_decides_is_unknown(changed):
     assert plan.slots == 8192
     with pytest.raises(ValueError, match="the speed of this sharding is unknown"):
         plan.roofline()
+
+
+@pytest.mark.parametrize(
+    ("entries", "changed", "topology"),
+    [
+        (LLAMA, {"pool": {"rows": "other"}}, "v5p:2x2x2"),
+        (LLAMA, {"rules": {"ffn": ("tensor", "context")}}, "v5p:2x2x2"),
+        (LLAMA, {}, "h200:8"),
+        (MIXTRAL, {}, "v5p:2x2x2"),
+        (GPTJ, {}, "v5p:2x2x2"),
+        (NEOX | {"use_parallel_residual": False}, {}, "v5p:2x2x2"),  # a quarter of each head is rotated
+    ],
+)
+def test_only_exchanges_of_tokens_that_are_held_to_compilers_are_known(entries, changed, topology):
+    spec = replace(specs.default(entries["model_type"]), activations={"tokens": "context"})
+    spec = replace(spec, **changed | {"rules": {**spec.rules, **changed.get("rules", {})}})
+    (stage,) = predict(question(entries, spec, topology, mesh="other=2,context=2,tensor=2")).stages
+    assert stage.load.collectives is None
+    if entries is LLAMA:
+        spec = replace(specs.default("llama"), activations=spec.activations)
+        (stage,) = predict(question(entries, spec, mesh="other=2,context=2,tensor=2")).stages
+        assert [each.carried(8, 4) for each in stage.load.collectives or () if each.what == "the last layer"] == [4096]
 
 
 @pytest.mark.parametrize(
