@@ -68,6 +68,7 @@ def attacks() -> dict[str, Attack]:
         "prompts of token ids": _json(COMPLETIONS, prompt=[[1] * 1_800] * 1_000),
         "as many values as are read": _json(COMPLETIONS, prompt=[1] * 262_000),
         "stop": _json(COMPLETIONS, prompt="a", stop=letters),
+        "bad_words": _json(COMPLETIONS, prompt="a", bad_words=["a " * 500 + str(i) for i in range(64)]),
         "logit_bias": _json(COMPLETIONS, prompt="a", logit_bias={str(i): 1 for i in range(300_000)}),
         "an unknown field": _json(COMPLETIONS, prompt="a", surprise=ones),
         "empty lists": Attack(COMPLETIONS, b'{"prompt":"a","x":[' + b"[]," * 1_300_000 + b"0]}"),
