@@ -30,11 +30,12 @@ def requests(count: int = REQUESTS, held: int = CONSTRAINED) -> list[tuple[int, 
 
 
 def config_of(told: dict) -> EngineConfig:
-    names = ("tensor", "stages", "replicas", "speculate", "compilation_cache")
+    names = ("tensor", "stages", "replicas", "speculate", "compilation_cache", "sharding")
     given = {name: told[name] for name in names if name in told}
     given["order"] = "fcfs"  # long prompts early take blocks from others
     if given.get("stages", 1) == 1:
         given["slots"] = 96  # too few for the rows of one stage too
+    given["slots"] = told.get("slots", given.get("slots", CONFIG.slots))
     return EngineConfig(**{name: getattr(CONFIG, name) for name in EngineConfig.__dataclass_fields__} | given)
 
 

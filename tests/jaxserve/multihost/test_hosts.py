@@ -64,7 +64,7 @@ def serve(model, tmp_path_factory):
     def start(hosts: int, tensor: int, stages: int, links: str, told: str = "{}") -> Outcome:
         folder = tmp_path_factory.mktemp("hosts")
         each = {"model": str(model), "tensor": tensor, "stages": stages, "links": links} | json.loads(told)
-        devices = tensor * stages * each.get("replicas", 1) // hosts
+        devices = each.get("devices", tensor * stages * each.get("replicas", 1) // hosts)
         flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         with group(REAL, [each] * hosts, folder, JAX_PLATFORMS="cpu", XLA_FLAGS=flags) as running:
             outcome = running[0].until(lambda line: "answers" in line)
@@ -209,6 +209,19 @@ def test_a_flight_record_runs_again_on_one_device(serve, model, hosts, stages, l
     changed.write_bytes(recording.SerializeToString())
     assert cli.main(["replay", str(changed), "--model", str(model), "--compilation-cache", "off"]) == 1
     assert f"iteration {entry.plan.sequence}, request " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("part", "slots"), [("rows", 192), ("slots", 96)])
+def test_a_record_of_a_pool_in_parts_runs_again_on_one_device(serve, alone, model, tmp_path, part, slots) -> None:
+    file = tmp_path / "parts.toml"
+    file.write_text(f'mesh.context = 2\npool.{part} = "context"\n')
+    outcome = serve(2, 1, 1, "auto", json.dumps({"sharding": str(file), "devices": 1, "slots": slots}))
+    check_answers(outcome, alone)
+    recording = flight_recorder.read(Path(outcome["records"][0]))
+    found = flight_replay.replay(recording, model, cache=None, progress=silent)
+    assert found.iterations == len(recording.entries) > 100
+    assert found.requests >= REQUESTS - len(ABORTED)
+    assert len(found.differences) <= REQUESTS // 40
 
 
 def test_a_record_that_begins_in_the_middle_runs_again(serve, model) -> None:
