@@ -171,10 +171,10 @@ class StageRunner:
         self.num_programs += 1
         options = compiler_options.of(self.programs.platform)
         if self._cache is None:
-            return lower(*sizes).compile(options)
+            return _taking_int4(lower(*sizes).compile(options))
         made_from = f"{lower.__name__}{sizes} of {self.programs.made_from()}"
         devices = list(self.programs.mesh.devices.flat)
-        return self._cache.get(made_from, devices, lambda: lower(*sizes).compile(options))
+        return _taking_int4(self._cache.get(made_from, devices, lambda: lower(*sizes).compile(options)))
 
     def _whole(self, values: Any) -> jax.Array:
         """A host array on every device of this stage; other hosts of the stage hold the same."""
@@ -312,6 +312,20 @@ def _put(values: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     # In two steps, because jax does not move arrays to other devices and into another layout at once.
     moved = jax.device_put(values.astype(wanted.dtype), wanted.sharding)
     return jax.device_put(moved, wanted.format) if isinstance(wanted.format.layout, Layout) else moved
+
+
+def _taking_int4(program: Any) -> Any:
+    """A compiled program that takes int4 arrays.
+
+    jax (0.10.2) refuses them before a call on a CPU: it holds them as the program needs them, two numbers a byte, but
+    an array says that its layout is another.
+    """
+    executable = program._executable
+    executable._xla_in_layouts = [
+        None if layout is not None and layout.sub_byte_element_size_in_bits == 4 else layout
+        for layout in executable._xla_in_layouts
+    ]
+    return program
 
 
 def _give_back_memory() -> None:

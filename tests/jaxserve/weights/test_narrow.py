@@ -237,3 +237,21 @@ def test_groups_that_do_not_divide_are_named() -> None:
         ValueError, match=r"kernel has 24 inputs, which are not whole groups of 32 \(int4\); --quantize"
     ):
         weights.describe(model, jnp.dtype(jnp.float32), weights.on_one_device, quantize="int4")
+
+
+@pytest.mark.parametrize("quantize", ["int4", "float8"])
+def test_an_engine_answers_by_what_its_narrow_weights_stand_for(quantize) -> None:
+    config = models.parse_config({"model_type": "bloom", **SIZES, "vocab_size": 97})
+    tree = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, models.build(config).init(0, jnp.float32))
+    settings = EngineConfig(max_rows=4, block_size=4, slots=320, buckets=(12,), max_context=96)
+    engine = Engine.from_params(config, tree, dataclasses.replace(settings, quantize=quantize))
+    held = engine._loops[0].pipeline.params
+    wide = jax.tree.map(lambda leaf: widened(leaf, jnp.float32) if is_matrix(leaf) else leaf, held, is_leaf=is_matrix)
+    assert {leaf.values.dtype for leaf in jax.tree.leaves(held, is_leaf=is_matrix) if is_matrix(leaf)} == {
+        jnp.dtype(jnp.int8),
+        jnp.dtype(HELD[quantize]),
+    }
+    found, expected = (run(each, traffic(6)) for each in (engine, Engine.from_params(config, wide, settings)))
+    for name, logprobs in expected.logprobs.items():
+        assert found.tokens[name][0] == expected.tokens[name][0]
+        np.testing.assert_allclose(found.logprobs[name][0], logprobs[0], atol=0.02)
