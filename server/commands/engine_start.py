@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.multihost.failure import HostFailed
 from jaxserve.runner import cache_folder
-from server.commands import buckets, flags, hub
+from server.commands import buckets, entry, flags, hub
 from server.commands.console import Progress, UserError, progress_bars, show, user_errors
 
 if TYPE_CHECKING:
@@ -75,13 +76,23 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
     """
     from server.commands import hosts
 
-    with user_errors(), progress_bars() as report:
+    with user_errors(), _ended_at_once(), progress_bars() as report:
         try:
             engine = make_engine(path, config, report, cluster)
         except HostFailed as failure:
             hosts.end_failed(failure)
     show(engine.report, model=hub.name_of(path))
     return engine
+
+
+@contextlib.contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process while the block runs: an exception in jax's imports or its compiler may crash it."""
+    before = entry.end_at_once()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def make_engine(path: Path, config: EngineConfig, progress: Progress, cluster: ClusterConfig | None = None) -> Engine:

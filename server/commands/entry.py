@@ -39,5 +39,6 @@ def end_at_once() -> Any:
 
 
 def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-    os.write(2, b"jaxserve: interrupted\n")
+    show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # progress bars hide it
+    os.write(2, show_cursor + b"jaxserve: interrupted\n")
     os._exit(128 + number)
