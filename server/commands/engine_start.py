@@ -87,7 +87,10 @@ def start_engine(path: Path, config: EngineConfig, cluster: ClusterConfig | None
 
 @contextlib.contextmanager
 def _ended_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process while the block runs: an exception in jax's imports or its compiler may crash it."""
+    """Lets Ctrl-C end the process while the block runs.
+
+    An exception in jax's imports, or while its compiler is at work, may crash the process.
+    """
     before = entry.end_at_once()
     try:
         yield
