@@ -215,7 +215,7 @@ def test_what_the_compiler_decides_is_unknown(changed):
         (NEOX | {"use_parallel_residual": False}, {}, "v5p:2x2x2"),  # a quarter of each head is rotated
     ],
 )
-def test_only_exchanges_of_tokens_that_are_held_to_compilers_are_known(entries, changed, topology):
+def test_only_held_exchanges_of_tokens_are_known(entries, changed, topology):
     spec = replace(specs.default(entries["model_type"]), activations={"tokens": "context"})
     spec = replace(spec, **changed | {"rules": {**spec.rules, **changed.get("rules", {})}})
     (stage,) = predict(question(entries, spec, topology, mesh="other=2,context=2,tensor=2")).stages
