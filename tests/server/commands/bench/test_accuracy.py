@@ -15,7 +15,7 @@ from tests.examples.test_train_demo import HELD_OUT
 
 
 @pytest.mark.bench
-def test_eight_bits_change_little(tmp_path, capsys):
+def test_fewer_bits_change_little(tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text(2 * HELD_OUT, encoding="utf-8")
     command = ["accuracy", "--quick", "--text", str(text), "--out", str(tmp_path), "--max-rows", "4", "--buckets", "64"]
@@ -26,10 +26,12 @@ def test_eight_bits_change_little(tmp_path, capsys):
     assert set(rows) == set(accuracy.VARIANTS)
     full = rows["full width"]
     assert (full["moved"], full["agreement"], full["equal"]) == (0, 1, 1)
+    fewer = {"float8 weights": (0.03, 0.1, 0.2), "int4 weights": (0.05, 0.25, 0.02)}
     for name in rows.keys() - {"full width"}:
-        assert rows[name]["perplexity"] == pytest.approx(full["perplexity"], rel=0.02)
-        assert 0 < rows[name]["moved"] < 0.03
-        assert rows[name]["agreement"] > 0.5
+        perplexity, moved, agreement = fewer.get(name, (0.02, 0.03, 0.5))
+        assert rows[name]["perplexity"] == pytest.approx(full["perplexity"], rel=perplexity)
+        assert 0 < rows[name]["moved"] < moved
+        assert rows[name]["agreement"] > agreement
     assert rows["int8 keys and values"]["slot_bytes"] == full["slot_bytes"] * (32 + 4) / (4 * 32)  # heads of 32
 
 
