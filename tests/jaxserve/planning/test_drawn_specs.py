@@ -55,14 +55,15 @@ def test_pools_that_are_split_by_rows_or_slots_too(seed: int, parts: tuple[str, 
 @pytest.mark.aot
 @tpu
 @pytest.mark.parametrize(
-    ("seed", "topology"),
+    ("seed", "topology", "parts"),
     [
-        pytest.param(seed, topology, marks=() if seed < 3 else pytest.mark.weekly)
+        pytest.param(seed, topology, (), marks=() if seed < 3 else pytest.mark.weekly)
         for seed, topology in enumerate(predictions.TOPOLOGIES * 2)
-    ],
+    ]
+    + [pytest.param(3, "v6e:2x4", parts, marks=pytest.mark.weekly) for parts in (("rows",), ("rows", "slots"))],
 )
-def test_tpus_too(seed: int, topology: str) -> None:
-    found = predictions.compare(seed, topology)
+def test_tpus_too(seed: int, topology: str, parts: tuple[str, ...]) -> None:
+    found = predictions.compare(seed, topology, parts=parts)
     assert all(each.holds for each in found), predictions.largest_misses(found).rows
 
 
