@@ -73,7 +73,8 @@ class DeviceProducts:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
         """
         if isinstance(matrix, Quantized):
-            y = None if self.native is None else product.multiply_narrow(x, *matrix)
+            # For a row or two in int8, the native product takes longer than XLA's.
+            y = None if self.native is None or matrix.group is None else product.multiply_narrow(x, *matrix)
             return self._quantized(x, matrix, dtype) if y is None else y
         y = None if self.native is None else self.native(x, matrix)
         if y is not None:

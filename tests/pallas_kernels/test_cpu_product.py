@@ -105,8 +105,8 @@ def test_layers_use_it(dtype, rows, call, looped):
         ({}, 9),
         ({"stages": 2}, 9),
         ({"tensor": 2}, 0),
-        ({"quantize": "int8"}, 9 if NARROW else 0),
-        ({"quantize": "int4"}, 9 if NARROW else 0),
+        ({"quantize": "int8"}, 0),
+        ({"quantize": "int4"}, 8 if NARROW else 0),
         ({"buckets": (17,)}, 9),
         ({"dtype": "float32"}, 9),
         ({"dtype": "float32", "buckets": (17,)}, 9 if MANY_FLOAT32 else 1),  # the head: as many rows as are chosen for
