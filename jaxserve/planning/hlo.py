@@ -17,6 +17,7 @@ _GROUPS = re.compile(
     r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\]"
     r"|mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\S+)? \{(?P<over>[^}]*)\})"
 )
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _WIDTHS = {"pred": 1, "bf16": 2}
 
 
@@ -63,15 +64,21 @@ def instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
     """(operation, [(array, bytes), ...] of its result, the whole line) of each instruction.
 
     Instructions within fusions are left out, because their results are never in memory, unless they are collectives. An
-    all-reduce in a fusion `all-reduce-scatter` is a reduce-scatter with the fusion's result; so TPUs have them.
+    all-reduce in a fusion `all-reduce-scatter` is a reduce-scatter with the fusion's result; so TPUs have them. One
+    that runs beside other work there is in several fusions (its start, that work, its end) and comes once.
     """
     fused, inside, given = set(_FUSED.findall(text)), "", ""
+    known: set[str] = set()  # channels of collectives within fusions
     for line in text.splitlines():
         if (opening := _COMPUTATION.match(line)) is not None:
             inside, given = opening["name"] if opening["name"] in fused else "", line.rpartition("->")[2]
         match = _INSTRUCTION.search(line)
         if match is None or (inside and match["op"] not in KINDS):
             continue
+        if inside and (channel := channel_of(line)) is not None:
+            if channel in known:
+                continue
+            known.add(channel)
         if inside.startswith("all-reduce-scatter"):
             yield "reduce-scatter", _arrays(given), line
             continue
@@ -80,6 +87,12 @@ def instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:
         if match["start"] and (match["op"] != "all-reduce" or match["shape"].startswith("((")):
             arrays = _results(arrays, match["op"])
         yield match["op"], arrays, line
+
+
+def channel_of(line: str) -> str | None:
+    """The channel of a collective; each in a program has its own."""
+    match = _CHANNEL.search(line)
+    return match and match[1]
 
 
 def _arrays(shape: str) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxserve.planning.hlo import KINDS, collectives
+from jaxserve.planning.hlo import KINDS, channel_of, collectives
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"%(?P<name>[\w.-]+) = (?:\(.*?\)|\S+) (?P<op>[a-z][a-z0-9-]*)\((?:%(?P<operand>[\w.-]+))?")
@@ -53,17 +53,32 @@ def _scheduled(parts: dict[str, list[str]], name: str, times: int) -> Iterator[E
         for index, line in enumerate(lines)
         if (found := _INSTRUCTION.search(line)) is not None and found["op"].endswith("-done")
     }
+    steps = _steps(parts, lines)
     for index, line in enumerate(lines):
         found, called = _INSTRUCTION.search(line), _CALLED.search(line)
         inside = parts.get(called[1], []) if called is not None else []
+        first, last = steps.get(index, (index, index))
+        if first < index:
+            continue
         op = "" if found is None else found["op"].removesuffix("-start")
         if op == "while" and called is not None:
             yield from _scheduled(parts, called[1], times * _trips(inside))
         elif found is not None and (op in KINDS or op in ("fusion", "call", "async")):
-            until = ends.get(found["name"], index)
+            until = ends.get(found["name"], last)
             under = any(_PRODUCT.search(between) for between in lines[index + 1 : until])
             for kind, sent in _sent([line] if op in KINDS else inside, line):
                 yield from [Exchange(kind, sent, under)] * times
+
+
+def _steps(parts: dict[str, list[str]], lines: list[str]) -> dict[int, tuple[int, int]]:
+    """The first and the last of the fusions that a collective is in, by the index of each."""
+    of: dict[str, list[int]] = {}
+    for index, line in enumerate(lines):
+        if " fusion(" in line and (called := _CALLED.search(line)) is not None:
+            for inside in parts.get(called[1], ()):
+                if (channel := channel_of(inside)) is not None:
+                    of.setdefault(channel, []).append(index)
+    return {index: (indices[0], indices[-1]) for indices in of.values() for index in indices}
 
 
 def _trips(body: list[str]) -> int:

@@ -163,6 +163,8 @@ class StagePrograms:
         blocks = self.part_blocks(n_blocks)
         between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
         whole = partial(jax.lax.with_sharding_constraint, shardings=self.everywhere)
+        # Compilers for GPUs would widen the last gather to float32.
+        by_tokens = kv_cache.over(self.mesh, self.spec.activations.get("tokens"))
         step = partial(
             forward,
             model=self.model,
@@ -175,7 +177,7 @@ class StagePrograms:
             prepare=lambda batch, group: prepare(batch, blocks=blocks[group]),
             make_attend=partial(attention.make_attend, self.model, *attended),
             between=between if self.spec.activations else None,
-            whole=whole if kv_cache.over(self.mesh, self.spec.activations.get("tokens")) else None,
+            whole=whole if by_tokens and self.platform != "gpu" else None,
             gathered=self.gathered if self.spec.gather else None,
             layout=layout,
             first_blocks=self.first_blocks(n_blocks),

@@ -156,7 +156,7 @@ def forward(
       prepare: (batch, cache group) -> what the attention of its layers shares (`attention.prepare`).
       make_attend: (result of `prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
-      whole: makes every device hold all of what it is applied to; None unless hidden states are split by tokens.
+      whole: makes every device hold all of what it is applied to, if hidden states are split by tokens; or None.
       gathered: applied to the layers' parameters.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """

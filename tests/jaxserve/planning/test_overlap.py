@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from jaxserve.planning import overlap
+from jaxserve.planning import hlo, overlap
 
 HLO = """
 %all-reduce-scatter.1 (input: bf16[8,2]) -> bf16[2,2] {
@@ -43,3 +43,36 @@ def test_collectives_are_told_apart_by_what_runs_meanwhile():
         ("collective-permute", 8, False): 2,
         ("all-gather", 3 / 4 * 16, True): 1,
     }
+
+
+STEPS = """
+%start (input: bf16[2]) -> (bf16[2], bf16[8]) {
+  %all-gather.1 = bf16[8]{0} all-gather(%input), channel_id=7, replica_groups={{0,1,2,3}}
+  ROOT %begin = (bf16[2], bf16[8]) custom-call(%input, %all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%meanwhile (input: bf16[2]) -> (bf16[4], bf16[8]) {
+  %all-gather.2 = bf16[8]{0} all-gather(%input), channel_id=7, replica_groups={{0,1,2,3}}
+  ROOT %both = (bf16[4], bf16[8]) tuple(%input, %all-gather.2)
+}
+
+%end (input: bf16[2]) -> bf16[8] {
+  %all-gather.3 = bf16[8]{0} all-gather(%input), channel_id=7, replica_groups={{0,1,2,3}}
+  ROOT %done = bf16[8]{0} custom-call(%all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[2]) -> bf16[8] {
+  %async-collective-start.1 = (bf16[2], bf16[8]) fusion(%x), kind=kCustom, calls=%start
+  %fusion.1 = (bf16[4], bf16[8]) fusion(%x), kind=kOutput, calls=%meanwhile
+  %async-collective-done.1 = bf16[8]{0} fusion(%x), kind=kCustom, calls=%end
+  %other = bf16[8]{0} all-gather(%x), channel_id=8, replica_groups={{0,1,2,3}}
+}
+"""
+
+
+def test_a_gather_in_several_fusions_is_one():
+    """So TPUs have those that run beside a product."""
+    assert Counter(overlap.exchanges(STEPS)) == {("all-gather", 12, True): 1, ("all-gather", 12, False): 1}
+    assert hlo.collectives(STEPS) == [hlo.CollectiveOp("all-gather", "bf16[8]", 16, 2, 4)]
+    alone = STEPS.replace("kind=kOutput", "kind=kLoop")
+    assert Counter(overlap.exchanges(alone)) == {("all-gather", 12, False): 2}
