@@ -47,7 +47,8 @@ _LOST_SECONDS = 60.0  # a call that has not ended by then is lost
 _TOLD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)  # of the server's state, not of the call
 _TEXTS = ("It was a", "She had never", "Mr. Darcy", "In the evening", "They were", "Nothing could", "I am sure")
 _OUTAGE_SECONDS = 1.0  # without an answer
-_STEADY_SECONDS = 65.0  # a supervisor counts engine processes that die younger, and gives up after five in a row
+_BREAK_SECONDS = 3.0  # without an answer: longer than any fault but a dead engine stops them
+_STEADY_SECONDS = 65.0  # a supervisor counts engines that die after less service, and gives up after five in a row
 
 
 Known = list[tuple[pb.GenerateRequest, str]]  # with the text of its answer
@@ -209,12 +210,13 @@ class Faults:
 
     async def run(self, until: float, every: float, found: Outcome, seed: int) -> None:
         """One after another, at random, until the time is over. The last seconds are without."""
-        rng, deadly = random.Random(seed), time.monotonic() + every
+        rng, deadly, is_first = random.Random(seed), time.monotonic() + every, True
         while time.monotonic() < until - 20.0:
             await asyncio.sleep(rng.uniform(0.5, 1.5) * every)
             kinds: Sequence[Callable[[], Awaitable[None]]]
-            if time.monotonic() > deadly:
-                kinds, deadly = [self.kill_engine, self.stop_engine], time.monotonic() + _STEADY_SECONDS
+            now = time.monotonic()
+            if now > deadly and (is_first or now > served_since(found.answered, now) + _STEADY_SECONDS):
+                kinds, deadly, is_first = [self.kill_engine, self.stop_engine], now + _STEADY_SECONDS, False
             else:
                 kinds = [self.pause_engine, self.pause_front, self.slow_disk, self.cancels, self.flood, self.evil_input]
             fault = rng.choice(kinds)
@@ -256,6 +258,16 @@ async def soak(
         callers = [polite(stub, known, until, found, seed + index) for index in range(_POLITE)]
         await asyncio.gather(Faults(address, http_port, front, disk).run(until, every, found, seed), *callers)
     return found
+
+
+def served_since(answered: Sequence[float], now: float) -> float:
+    """When the last break without an answer ended; `now` if it goes on."""
+    since = now
+    for each in reversed(answered):
+        if since - each > _BREAK_SECONDS:
+            break
+        since = each
+    return since
 
 
 def waits(found: Outcome) -> dict[str, list[float]]:

@@ -36,3 +36,11 @@ def test_seconds_to_the_next_answer_are_told_by_fault() -> None:
         faults=[(1.5, "flood"), in_outage, (5.5, "kill_engine"), (8.5, "flood"), last],
     )
     assert faults.waits(found) == {"flood": [3.5, 0.5], "kill_engine": [2.5]}
+
+
+def test_service_lasts_since_the_last_break() -> None:
+    answered = [1.0, 2.0, 3.0, 20.0, 22.0, 24.5]
+    assert faults.served_since(answered, 25.0) == 20.0  # an engine that came back late is not killed at once
+    assert faults.served_since(answered, 30.0) == 30.0
+    assert faults.served_since([], 30.0) == 30.0
+    assert faults.served_since(answered[:3], 4.0) == 1.0
