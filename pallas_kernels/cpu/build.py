@@ -22,14 +22,14 @@ import jax
 ATTENTION = "jaxserve_ragged_attention"
 PRODUCT_RUNS = "jaxserve_runs_product"
 PRODUCT, PRODUCT_MANY, PRODUCT_FLOAT = "jaxserve_product", "jaxserve_product_many", "jaxserve_product_float"
-PRODUCT_NARROW = "jaxserve_product_narrow"
+PRODUCT_INT4 = "jaxserve_product_int4"
 _SYMBOLS = {
     ATTENTION: "JaxserveRaggedAttention",
     PRODUCT: "JaxserveProduct",
     PRODUCT_RUNS: "JaxserveRunsProduct",
     PRODUCT_MANY: "JaxserveProductMany",
     PRODUCT_FLOAT: "JaxserveProductFloat",
-    PRODUCT_NARROW: "JaxserveProductNarrow",
+    PRODUCT_INT4: "JaxserveProductInt4",
 }
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")

@@ -29,25 +29,24 @@ def native(dtype: np.dtype) -> NativeProduct | None:
     return multiply
 
 
-def multiply_narrow(
+def multiply_int4(
     x: Float[jax.Array, "T in"],
     values: jax.Array,
-    scales: jax.Array,
+    scales: Float[jax.Array, "out groups"],
     zeros: Int8[jax.Array, "out groups"] | None,
 ) -> Float32[jax.Array, "T out"] | None:
     """x times the transpose of (values - zeros) * scales; None if there is no such product.
 
-    It is there for int8 [out, in] with a scale per row, and int4 with groups of a multiple of 8 inputs, on CPUs with
-    AVX512-VNNI. It is the faster one for any number of rows. x is rounded: for int4 to 8 bits of the largest entry in a
-    group, for int8 to 15 bits.
+    It is there for int4 [out, in] with groups of a multiple of 8 inputs, on CPUs with AVX512-VNNI, and is the faster
+    one for any number of rows. x is rounded to 8 bits of the largest entry in a group.
     """
-    (outputs, inputs), by_row = values.shape, scales.ndim == 1
-    fits = by_row if values.dtype == jnp.int8 else values.dtype == jnp.int4 and inputs // scales.shape[-1] % 8 == 0
+    outputs, inputs = values.shape
+    fits = values.dtype == jnp.int4 and inputs // scales.shape[-1] % 8 == 0
     if not fits or not build.level().endswith("bf16") or build.refusal() is not None:
         return None
     y = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
     zeros = jnp.zeros(0, jnp.int8) if zeros is None else zeros
-    return jax.ffi.ffi_call(build.PRODUCT_NARROW, y)(x, values, scales.astype(x.dtype), zeros)
+    return jax.ffi.ffi_call(build.PRODUCT_INT4, y)(x, values, scales.astype(x.dtype), zeros)
 
 
 def limits(dtype: np.dtype) -> tuple[int, int | None]:

@@ -28,7 +28,7 @@ def draw(seed, *dims, dtype=jnp.bfloat16):
 
 FEW, _ = product.limits(np.dtype(jnp.bfloat16))  # rows of bfloat16; more are multiplied by another call
 FEW_FLOAT32, MANY_FLOAT32 = product.limits(np.dtype(np.float32))
-NARROW = build.level().endswith("bf16")  # and so with AVX512-VNNI
+VNNI = build.level().endswith("bf16")  # and so with AVX512-VNNI
 SIZES = [(1024, 96), (9000, 100), (2500, 33), (40, 70), (7, 5), (1, 1)]
 
 
@@ -106,7 +106,7 @@ def test_layers_use_it(dtype, rows, call, looped):
         ({"stages": 2}, 9),
         ({"tensor": 2}, 0),
         ({"quantize": "int8"}, 0),
-        ({"quantize": "int4"}, 8 if NARROW else 0),
+        ({"quantize": "int4"}, 8 if VNNI else 0),
         ({"buckets": (17,)}, 9),
         ({"dtype": "float32"}, 9),
         ({"dtype": "float32", "buckets": (17,)}, 9 if MANY_FLOAT32 else 1),  # the head: as many rows as are chosen for
@@ -129,21 +129,18 @@ def test_none_for_float16():
     assert product.native(np.dtype(np.float16)) is None
 
 
-def draw_narrow(inner, out, group, dtype, zeros):
-    """(values, scales, zeros): int8 with a scale per row, or int4 with groups."""
-    rng = np.random.default_rng(inner)
-    if group is None:
-        return rng.integers(-127, 128, (out, inner)).astype(np.int8), draw(2, out, dtype=dtype), None
-    values, counts = rng.integers(-8, 8, (out, inner)).astype(jnp.int4), (out, inner // group)
-    return values, draw(2, *counts, dtype=dtype), rng.integers(-7, 9, counts).astype(np.int8) if zeros else None
+def draw_int4(inner, out, group, dtype, zeros):
+    """(values, scales, zeros) of a kernel with groups."""
+    rng, counts = np.random.default_rng(inner), (out, inner // group)
+    values, scales = rng.integers(-8, 8, (out, inner)).astype(jnp.int4), draw(2, *counts, dtype=dtype)
+    return values, scales, rng.integers(-7, 9, counts).astype(np.int8) if zeros else None
 
 
-@pytest.mark.skipif(not NARROW, reason="no AVX512-VNNI here")
+@pytest.mark.skipif(not VNNI, reason="no AVX512-VNNI here")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
 @pytest.mark.parametrize(
     ("inner", "out", "group", "zeros"),
     [
-        *((inner, out, None, False) for inner, out in SIZES),
         (4096, 100, 32, False),
         (4224, 33, 128, True),
         (2400, 15, 96, False),
@@ -152,19 +149,19 @@ def draw_narrow(inner, out, group, dtype, zeros):
         (40, 16, 8, True),
     ],
 )
-def test_narrow_kernels(inner, out, group, zeros, dtype):
-    """x loses what 15 bits of a row, or 8 bits of a group, cannot hold; other rows change nothing."""
-    values, scales, points = draw_narrow(inner, out, group, dtype, zeros)
+def test_int4_kernels(inner, out, group, zeros, dtype):
+    """x loses what 8 bits of a group cannot hold; other rows change nothing."""
+    values, scales, points = draw_int4(inner, out, group, dtype, zeros)
     x = draw(1, 19, inner, dtype=dtype)
     x[3], x[4, : min(inner, 8)] = 0, 60
-    wide = values.astype(np.float64).reshape(out, -1, inner if group is None else group)
+    wide = values.astype(np.float64).reshape(out, -1, group)
     wide -= 0 if points is None else points.astype(np.float64)[..., None]
     wide = (wide * scales.astype(np.float64).reshape(out, -1)[..., None]).reshape(out, inner)
     exact = x.astype(np.float64) @ wide.T
-    multiply = jax.jit(product.multiply_narrow)
+    multiply = jax.jit(product.multiply_int4)
     whole = np.asarray(multiply(x, values, scales, points))
-    largest = np.abs(x.astype(np.float64)).reshape(19, -1, group or inner).max(-1)
-    step = np.repeat(largest, group or inner, axis=1) / (127 if group else 127 * 254)
+    largest = np.abs(x.astype(np.float64)).reshape(19, -1, group).max(-1)
+    step = np.repeat(largest, group, axis=1) / 127
     spread = np.sqrt((step / 2) ** 2 @ (wide**2).T) + 1e-5 * np.abs(x.astype(np.float64)) @ np.abs(wide).T
     assert (np.abs(whole - exact) <= 4 * spread + 1e-6).all()
     assert not whole[3].any()
@@ -177,8 +174,8 @@ def test_narrow_kernels(inner, out, group, zeros, dtype):
         np.testing.assert_array_equal(np.delete(broken, 1, 0), np.delete(whole, 1, 0))
 
 
-@pytest.mark.skipif(not NARROW, reason="no AVX512-VNNI here")
-def test_what_no_narrow_product_multiplies():
+@pytest.mark.skipif(not VNNI, reason="no AVX512-VNNI here")
+def test_what_the_int4_product_does_not_multiply():
     x = jnp.zeros((2, 24))
-    assert product.multiply_narrow(x, jnp.zeros((4, 24), jnp.int4), jnp.zeros((4, 2)), None) is None
-    assert product.multiply_narrow(x, jnp.zeros((4, 24), jnp.float8_e4m3fn), jnp.zeros(4), None) is None
+    assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.int4), jnp.zeros((4, 2)), None) is None
+    assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.float8_e4m3fn), jnp.zeros(4), None) is None
