@@ -69,7 +69,7 @@ def test_tasks_of_slurm_are_hosts(tmp_path) -> None:
         with served(launcher, tmp_path, environment) as (address, log):
             assert len(answer(address)) == 5
             for host in range(2):
-                assert f"host {host} of 2, with host 0 at 127.0.0.1:61502, from the variables of Slurm" in log()
+                assert f"host {host} of 2, with host 0 at 127.0.0.1:61471, from the variables of Slurm" in log()
             subprocess.run(["scancel", "--signal=TERM", "1"], env=os.environ | environment, check=True)
 
 
