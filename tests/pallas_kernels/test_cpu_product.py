@@ -178,4 +178,4 @@ def test_int4_kernels(inner, out, group, zeros, dtype):
 def test_what_the_int4_product_does_not_multiply():
     x = jnp.zeros((2, 24))
     assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.int4), jnp.zeros((4, 2)), None) is None
-    assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.float8_e4m3fn), jnp.zeros(4), None) is None
+    assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.float8_e4m3fn), jnp.zeros((4, 1)), None) is None
