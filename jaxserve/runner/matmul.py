@@ -55,7 +55,7 @@ class DeviceProducts:
     """The matrix products of a program (`products.Products`).
 
     Attributes:
-      native: multiplies in place of XLA, except where it returns None; stands for that of int4 too.
+      native: multiplies in place of XLA, except where it returns None; stands for that of quantized ones too.
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
     """
@@ -73,7 +73,7 @@ class DeviceProducts:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
         """
         if isinstance(matrix, Quantized):
-            y = None if self.native is None or matrix.group is None else product.multiply_int4(x, *matrix)
+            y = None if self.native is None else product.multiply_quantized(x, *matrix)
             return self._quantized(x, matrix, dtype) if y is None else y
         y = None if self.native is None else self.native(x, matrix)
         if y is not None:

@@ -22,7 +22,7 @@ import jax
 ATTENTION = "jaxserve_ragged_attention"
 PRODUCT_RUNS = "jaxserve_runs_product"
 PRODUCT, PRODUCT_MANY, PRODUCT_FLOAT = "jaxserve_product", "jaxserve_product_many", "jaxserve_product_float"
-PRODUCT_INT4 = "jaxserve_product_int4"
+PRODUCT_INT4, PRODUCT_INT8 = "jaxserve_product_int4", "jaxserve_product_int8"
 _SYMBOLS = {
     ATTENTION: "JaxserveRaggedAttention",
     PRODUCT: "JaxserveProduct",
@@ -30,6 +30,7 @@ _SYMBOLS = {
     PRODUCT_MANY: "JaxserveProductMany",
     PRODUCT_FLOAT: "JaxserveProductFloat",
     PRODUCT_INT4: "JaxserveProductInt4",
+    PRODUCT_INT8: "JaxserveProductInt8",
 }
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")

@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int8, Int32
 from pallas_kernels.cpu import build
 
 _LANES = 16  # most rows that are packed together for the product of many rows
+_INT8_ROWS = 24  # most rows for which the product by int8 is faster than XLA's
 
 # (x [T, in], kernel [out, in]) -> float32[T, out], in place of XLA's product; None if XLA's is faster for that many
 # rows.
@@ -29,24 +30,27 @@ def native(dtype: np.dtype) -> NativeProduct | None:
     return multiply
 
 
-def multiply_int4(
+def multiply_quantized(
     x: Float[jax.Array, "T in"],
     values: jax.Array,
-    scales: Float[jax.Array, "out groups"],
-    zeros: Int8[jax.Array, "out groups"] | None,
+    scales: Float[jax.Array, "out ..."],
+    zeros: Int8[jax.Array, "out groups"] | None = None,
 ) -> Float32[jax.Array, "T out"] | None:
     """x times the transpose of (values - zeros) * scales; None if there is no such product.
 
-    It is there for int4 [out, in] with groups of a multiple of 8 inputs, on CPUs with AVX512-VNNI, and is the faster
-    one for any number of rows. x is rounded to 8 bits of the largest entry in a group.
+    It is there on CPUs with AVX512-VNNI, for int4 with groups of a multiple of 32 inputs, and for up to 24 rows by
+    int8 with a scale per row. x is rounded: for int4 to 8 bits of the largest entry in a group, for int8 to 15 of a
+    row's.
     """
-    outputs, inputs = values.shape
-    fits = values.dtype == jnp.int4 and inputs // scales.shape[-1] % 8 == 0
-    if not fits or not build.level().endswith("bf16") or build.refusal() is not None:
+    if not build.level().endswith("bf16") or build.refusal() is not None:
         return None
-    y = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    zeros = jnp.zeros(0, jnp.int8) if zeros is None else zeros
-    return jax.ffi.ffi_call(build.PRODUCT_INT4, y)(x, values, scales.astype(x.dtype), zeros)
+    y = jax.ShapeDtypeStruct((x.shape[0], values.shape[0]), jnp.float32)
+    if values.dtype == jnp.int8 and scales.ndim == 1 and len(x) <= _INT8_ROWS:
+        return jax.ffi.ffi_call(build.PRODUCT_INT8, y)(x, values) * scales.astype(jnp.float32)
+    if values.dtype == jnp.int4 and scales.ndim == 2 and values.shape[1] // scales.shape[1] % 32 == 0:
+        zeros = jnp.zeros(0, jnp.int8) if zeros is None else zeros
+        return jax.ffi.ffi_call(build.PRODUCT_INT4, y)(x, values, scales.astype(x.dtype), zeros)
+    return None
 
 
 def limits(dtype: np.dtype) -> tuple[int, int | None]:

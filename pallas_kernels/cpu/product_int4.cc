@@ -2,9 +2,10 @@
 // widened in registers: only the narrow numbers are read.
 //
 // The instruction adds four products of unsigned by signed bytes to each of 16 sums. Rows of x are rounded to signed
-// bytes, group by group. Numbers of the kernel become unsigned by an offset, which the sums of x take back. Lanes are
-// outputs: 16 rows of the kernel are transposed while they are read. Results are bitwise the same whatever the other
-// rows and the number of threads.
+// bytes, group by group. Numbers of the kernel become unsigned by an offset, which the sums of x take back. A vector of
+// the kernel has four quarters of 32 inputs. What four outputs give for a row is added up to one vector, whose lanes
+// are outputs of quarters, before it is scaled. Results are bitwise the same whatever the other rows and the number of
+// threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,7 +15,6 @@
 #endif
 
 #include "parallel.h"
-#include "turn.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,8 +26,12 @@ namespace {
 #if defined(__AVX512VNNI__)
 
 constexpr int kAtOnce = 8;              // rows of x whose sums are in registers
-constexpr int64_t kPiece = 2048;        // inputs of a transposed piece of the kernel; it stays in the L1 cache
-constexpr int64_t kAhead = 1024;        // bytes of each row of the kernel that are prefetched
+constexpr int kWidth = 4;               // outputs of a tile
+constexpr int64_t kQuarter = 32;        // inputs that are scaled together; groups are a multiple
+constexpr int64_t kVector = 4 * kQuarter;
+constexpr int64_t kBytes = 64;          // of a vector
+constexpr int64_t kAhead = 4096;        // bytes of the kernel that are prefetched
+constexpr int64_t kInItem = 16;         // outputs that a thread takes at a time
 constexpr int64_t kAlone = 1 << 17;     // bytes read in the time that waking a thread takes
 
 // A kernel [out, in], and what is known of it.
@@ -36,152 +40,179 @@ struct Kernel {
   int64_t out, in;
   int64_t group, groups;  // inputs that share a scale, and how many such groups a row has
   const int8_t* zeros;    // [out, groups] or null
+
+  int64_t Vectors() const { return (in + kVector - 1) / kVector; }
 };
 
-// Rows of x as bytes.
+// Rows of x as bytes. Lanes of steps and sums are the outputs of quarters: they are equal for all outputs.
 struct Bytes {
-  Buffer<int8_t> values;  // [rows, pitch]: in the order of a kernel's words
-  Buffer<float> scales;   // [rows, groups]
-  Buffer<int32_t> sums;   // [rows, groups]: of the values
-  int64_t pitch;
+  Buffer<int8_t> values;  // [rows, vectors, 2, 64]: of even inputs, then of odd ones
+  Buffer<float> steps;    // [rows, vectors, 16]: what a value of 1 stands for
+  Buffer<int32_t> sums;   // [rows, vectors, 16]: of the values of a quarter
 };
-
-inline float Most(const float* x, int64_t count) {  // the largest magnitude; not a number if one is not
-  uint32_t most = 0;
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    most = std::max(most, bits & 0x7FFFFFFF);
-  }
-  float y;
-  std::memcpy(&y, &most, sizeof y);
-  return y;
-}
 
 template <typename T>
 void RoundRow(const T* x, const Kernel& kernel, int64_t row, Bytes& bytes) {
-  Buffer<float> wide(kernel.group);
-  int8_t* values = bytes.values.data() + row * bytes.pitch;
-  for (int64_t g = 0; g < kernel.groups; g++) {
-    const int64_t begin = g * kernel.group;
-    for (int64_t i = 0; i < kernel.group; i++) wide[i] = ToFloat(x[begin + i]);
-    const float most = Most(wide.data(), kernel.group), step = most / 127;
-    const float inverse = std::isfinite(most) && most > 1e-30f ? 1 / step : 0;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < kernel.group; i++) {
-      const float scaled = wide[i] * inverse, nearest = scaled == scaled ? std::nearbyint(scaled) : 0.0f;
-      const int32_t value = static_cast<int32_t>(nearest);
-      values[begin + i] = static_cast<int8_t>(value);
-      sum += value;
+  thread_local Buffer<float> wide;
+  thread_local Buffer<int8_t> values;
+  const int64_t vectors = kernel.Vectors(), inputs = vectors * kVector;
+  wide.assign(inputs, 0.0f), values.assign(inputs, 0);
+  for (int64_t i = 0; i < kernel.in; i++) wide[i] = ToFloat(x[i]);
+  float* steps = bytes.steps.data() + row * vectors * kLanes;
+  int32_t* sums = bytes.sums.data() + row * vectors * kLanes;
+  std::fill_n(steps, vectors * kLanes, 0.0f), std::fill_n(sums, vectors * kLanes, 0);
+  for (int64_t begin = 0; begin < kernel.in; begin += kernel.group) {
+    uint32_t most_bits = 0;
+    for (int64_t i = begin; i < begin + kernel.group; i++) {
+      uint32_t bits;
+      std::memcpy(&bits, &wide[i], sizeof bits);
+      most_bits = std::max(most_bits, bits & 0x7FFFFFFF);
     }
-    bytes.scales[row * kernel.groups + g] = step;
-    bytes.sums[row * kernel.groups + g] = sum;
-  }
-  // Of each 8 inputs the even ones first, as they come out of a word of the kernel.
-  const __m512i order = _mm512_set4_epi32(0x0F0D0B09, 0x0E0C0A08, 0x07050301, 0x06040200);
-  for (int64_t i = 0; i < bytes.pitch; i += 64)
-    _mm512_storeu_si512(values + i, _mm512_shuffle_epi8(_mm512_loadu_si512(values + i), order));
-}
-
-// 16 rows of the kernel, from `begin` on, as vectors of one 32-bit word of each row: inputs [first, last). Rows past
-// the last are copies of it.
-void TurnRows(const Kernel& kernel, int64_t begin, int64_t first, int64_t last, Vec* turned) {
-  const int64_t from = first / 2, to = last / 2, stride = kernel.in / 2;
-  for (int64_t byte = from; byte < to; byte += 64) {
-    Vec* tile = turned + (byte - from) / 4;
-    const __mmask64 mask = ~uint64_t{0} >> (64 - std::min<int64_t>(64, to - byte));
-    for (int64_t i = 0; i < kLanes; i++) {
-      const uint8_t* row = kernel.values + std::min(begin + i, kernel.out - 1) * stride + byte;
-      __builtin_prefetch(row + kAhead);
-      tile[i] = (Vec)_mm512_maskz_loadu_epi8(mask, row);
-    }
-    Turn(tile);
-  }
-}
-
-// sums [kRows, 16] += kRows rows of x * the turned rows, groups [first, last).
-template <int kRows>
-void MultiplyPiece(const Kernel& kernel, const Bytes& bytes, int64_t row, int64_t first, int64_t last,
-                   const Vec* turned, const float* scales, const int32_t* offsets, float* sums) {
-  const __m512i low = _mm512_set1_epi8(15);
-  Vec y[kRows];
-  for (int r = 0; r < kRows; r++) y[r] = Load(sums + r * kLanes);
-  for (int64_t g = first; g < last; g++) {
-    __m512i dots[kRows];
-    const __m512i offset = _mm512_loadu_si512(offsets + (kernel.zeros == nullptr ? 0 : g * kLanes));
-    for (int r = 0; r < kRows; r++)
-      dots[r] = _mm512_mullo_epi32(offset, _mm512_set1_epi32(bytes.sums[(row + r) * kernel.groups + g]));
-    const int8_t* x = bytes.values.data() + row * bytes.pitch + g * kernel.group;
-    const int64_t words = kernel.group / 8;
-    const auto add = [&](__m512i numbers, int64_t at) {
-      for (int r = 0; r < kRows; r++) {
-        int32_t four;
-        std::memcpy(&four, x + r * bytes.pitch + at, sizeof four);
-        dots[r] = _mm512_dpbusd_epi32(dots[r], numbers, _mm512_set1_epi32(four));
+    float most;  // the largest magnitude; not a number if one is not
+    std::memcpy(&most, &most_bits, sizeof most);
+    const float step = most / 127, inverse = std::isfinite(most) && most > 1e-30f ? 1 / step : 0;
+    for (int64_t i = begin; i < begin + kernel.group; i += kQuarter) {
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t j = i; j < i + kQuarter && inverse != 0; j += kLanes) {
+        const __m512i nearest = _mm512_cvtps_epi32((__m512)(Load(wide.data() + j) * inverse));
+        _mm_store_si128(reinterpret_cast<__m128i*>(values.data() + j), _mm512_cvtepi32_epi8(nearest));
+        sum = _mm512_add_epi32(sum, nearest);
       }
-    };
-    for (int64_t i = 0; i < words; i++, turned++) {
-      const __m512i flipped = _mm512_xor_si512((__m512i)*turned, _mm512_set1_epi8(-120));
-      add(_mm512_and_si512(flipped, low), 8 * i);
-      add(_mm512_and_si512(_mm512_srli_epi32(flipped, 4), low), 8 * i + 4);
+      std::fill_n(steps + i / kQuarter * kWidth, kWidth, step);
+      std::fill_n(sums + i / kQuarter * kWidth, kWidth, _mm512_reduce_add_epi32(sum));
     }
-    const Vec scale = Load(scales + g * kLanes);
-    for (int r = 0; r < kRows; r++)
-      y[r] += (Vec)_mm512_cvtepi32_ps(dots[r]) * (bytes.scales[(row + r) * kernel.groups + g] * scale);
   }
-  for (int r = 0; r < kRows; r++) Store(sums + r * kLanes, y[r]);
+  const __m512i low = _mm512_set1_epi16(255), order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+  const auto pack = [&](__m512i a, __m512i b) { return _mm512_permutexvar_epi64(order, _mm512_packus_epi16(a, b)); };
+  int8_t* to = bytes.values.data() + row * inputs;
+  for (int64_t i = 0; i < inputs; i += kVector) {
+    const __m512i first = _mm512_load_si512(values.data() + i), second = _mm512_load_si512(values.data() + i + kBytes);
+    _mm512_store_si512(to + i, pack(_mm512_and_si512(first, low), _mm512_and_si512(second, low)));
+    _mm512_store_si512(to + i + kBytes, pack(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8)));
+  }
+}
+
+// lanes [quarters, kWidth] = convert(x), of x [kWidth, groups] with `times` quarters in a group.
+template <typename T, typename To, typename Convert>
+inline void ByQuarter(const T* const* x, int64_t groups, int64_t times, To* lanes, Convert convert) {
+  thread_local Buffer<To> of_groups;
+  of_groups.resize(groups * kWidth);
+  To* __restrict to = times == 1 ? lanes : of_groups.data();
+  const T *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
+  static_assert(kWidth == 4);
+  for (int64_t g = 0; g < groups; g++) {  // compilers make vectors of this loop
+    to[4 * g] = convert(x0[g]), to[4 * g + 1] = convert(x1[g]);
+    to[4 * g + 2] = convert(x2[g]), to[4 * g + 3] = convert(x3[g]);
+  }
+  for (int64_t g = 0; g < groups && times > 1; g++)
+    for (int64_t i = 0; i < times; i++) std::copy_n(to + g * kWidth, kWidth, lanes + (g * times + i) * kWidth);
+}
+
+// Four outputs of a kernel. Lanes of scales and offsets are the outputs of quarters.
+struct Tile {
+  const uint8_t* values[kWidth];
+  Buffer<float> scales;     // [vectors, 16]
+  Buffer<int32_t> offsets;  // [vectors, 16]: what the unsigned numbers have too much, with zero points
+
+  template <typename S>
+  void Set(const Kernel& kernel, const S* all_scales, int64_t begin) {
+    const int64_t lanes = kernel.Vectors() * kLanes, times = kernel.group / kQuarter;
+    const S* of_scales[kWidth];
+    const int8_t* of_zeros[kWidth];
+    for (int64_t i = 0; i < kWidth; i++) {
+      const int64_t o = std::min(begin + i, kernel.out - 1);
+      values[i] = kernel.values + o * kernel.in / 2;
+      of_scales[i] = all_scales + o * kernel.groups, of_zeros[i] = kernel.zeros + o * kernel.groups;
+    }
+    scales.resize(lanes), std::fill(scales.end() - kLanes, scales.end(), 0.0f);
+    ByQuarter(of_scales, kernel.groups, times, scales.data(), [](S x) { return ToFloat(x); });
+    if (kernel.zeros == nullptr) return;
+    offsets.assign(lanes, 0);
+    ByQuarter(of_zeros, kernel.groups, times, offsets.data(), [](int8_t x) { return int32_t{x} + 8; });
+  }
+};
+
+inline __m512i AddPairs(__m512i a, __m512i b) {  // of 32-bit lanes
+  return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+
+// sums [kRows, 16]: rows [row, row + kRows) of x times the outputs of a tile.
+template <int kRows, bool kZeros>
+void MultiplyTile(const Kernel& kernel, const Bytes& bytes, int64_t row, const Tile& tile, Vec* sums) {
+  const int64_t vectors = kernel.Vectors(), length = kernel.in / 2;
+  const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-120), none = _mm512_setzero_si512();
+  Vec y[kRows] = {};
+  for (int64_t v = 0; v < vectors; v++) {
+    const __mmask64 mask = ~uint64_t{0} >> (kBytes - std::min(kBytes, length - v * kBytes));
+    __m512i even[kWidth], odd[kWidth];
+#pragma GCC unroll 8
+    for (int i = 0; i < kWidth; i++) {
+      __builtin_prefetch(tile.values[0] + (v * kWidth + i) * kBytes + kAhead);  // rows follow each other
+      const __m512i numbers = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, tile.values[i] + v * kBytes), flip);
+      even[i] = _mm512_and_si512(numbers, low);
+      odd[i] = _mm512_and_si512(_mm512_srli_epi32(numbers, 4), low);
+    }
+    const Vec scale = Load(tile.scales.data() + v * kLanes);
+    const __m512i offset = kZeros ? _mm512_load_si512(tile.offsets.data() + v * kLanes) : none;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+      const int64_t at = (row + r) * vectors + v;
+      const __m512i x_even = _mm512_load_si512(bytes.values.data() + at * kVector);
+      const __m512i x_odd = _mm512_load_si512(bytes.values.data() + at * kVector + kBytes);
+      __m512i dots[kWidth];
+#pragma GCC unroll 8
+      for (int i = 0; i < kWidth; i++)
+        dots[i] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(none, even[i], x_even), odd[i], x_odd);
+      const __m512i first = AddPairs(dots[0], dots[1]), second = AddPairs(dots[2], dots[3]);
+      const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+      const __m512i sum = _mm512_load_si512(bytes.sums.data() + at * kLanes);
+      const __m512i back = kZeros ? _mm512_mullo_epi32(sum, offset) : _mm512_slli_epi32(sum, 3);
+      y[r] += (Vec)_mm512_cvtepi32_ps(_mm512_sub_epi32(all, back)) * (Load(bytes.steps.data() + at * kLanes) * scale);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) sums[r] = y[r];
 }
 
 template <int kRows, typename... Args>
-inline void MultiplyRows(int64_t rows, const Args&... args) {
+inline void MultiplyRows(int64_t rows, const Kernel& kernel, Args&&... args) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return MultiplyRows<kRows - 1>(rows, args...);
-  MultiplyPiece<kRows>(args...);
+    if (rows < kRows) return MultiplyRows<kRows - 1>(rows, kernel, args...);
+  if (kernel.zeros == nullptr) return MultiplyTile<kRows, false>(kernel, args...);
+  MultiplyTile<kRows, true>(kernel, args...);
 }
 
-// 16 outputs from `begin` on, of all rows.
+// Outputs [begin, end) of all rows.
 template <typename S>
-void MultiplyOutputs(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, float* y) {
-  const int64_t lanes = std::min<int64_t>(kLanes, kernel.out - begin);
-  const int64_t in_piece = std::max<int64_t>(1, kPiece / kernel.group);  // groups
-  thread_local Buffer<float> sums, scale;
-  thread_local Buffer<int32_t> offset;
-  thread_local Buffer<Vec> turned;
-  sums.assign(rows * kLanes, 0.0f);
-  scale.resize(kernel.groups * kLanes);
-  offset.assign((kernel.zeros == nullptr ? 1 : kernel.groups) * kLanes, -8);
-  turned.resize(RoundUp(in_piece * kernel.group / 8, kLanes));
-  for (int64_t lane = 0; lane < kLanes; lane++) {
-    const int64_t o = std::min(begin + lane, kernel.out - 1);
-    for (int64_t g = 0; g < kernel.groups; g++) {
-      scale[g * kLanes + lane] = ToFloat(scales[o * kernel.groups + g]);
-      if (kernel.zeros != nullptr) offset[g * kLanes + lane] -= kernel.zeros[o * kernel.groups + g];
+void MultiplyItem(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
+                  float* y) {
+  thread_local Tile tiles[kInItem / kWidth];
+  const int64_t count = (end - begin + kWidth - 1) / kWidth;
+  for (int64_t i = 0; i < count; i++) tiles[i].Set(kernel, scales, begin + i * kWidth);
+  for (int64_t row = 0; row < rows; row += kAtOnce)
+    for (int64_t i = 0; i < count; i++) {
+      Vec sums[kAtOnce];
+      MultiplyRows<kAtOnce>(rows - row, kernel, bytes, row, tiles[i], sums);
+      const int64_t first = begin + i * kWidth;
+      for (int64_t r = 0; r < std::min<int64_t>(kAtOnce, rows - row); r++)
+        for (int64_t o = 0; o < std::min<int64_t>(kWidth, end - first); o++)
+          y[(row + r) * kernel.out + first + o] =
+              (sums[r][o] + sums[r][kWidth + o]) + (sums[r][2 * kWidth + o] + sums[r][3 * kWidth + o]);
     }
-  }
-  for (int64_t first = 0; first < kernel.groups; first += in_piece) {
-    const int64_t last = std::min(kernel.groups, first + in_piece);
-    TurnRows(kernel, begin, first * kernel.group, last * kernel.group, turned.data());
-    for (int64_t row = 0; row < rows; row += kAtOnce)
-      MultiplyRows<kAtOnce>(rows - row, kernel, bytes, row, first, last, turned.data(), scale.data(), offset.data(),
-                            sums.data() + row * kLanes);
-  }
-  for (int64_t r = 0; r < rows; r++)
-    std::copy_n(sums.data() + r * kLanes, lanes, y + r * kernel.out + begin);
 }
 
-template <typename T, typename S>
-void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const S* scales, const T* x, int64_t rows, float* y) {
+template <typename T>
+void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const T* scales, const T* x, int64_t rows, float* y) {
   Bytes bytes;
-  bytes.pitch = RoundUp(kernel.in, 64);
-  bytes.values.assign(rows * bytes.pitch, 0);
-  bytes.scales.resize(rows * kernel.groups);
-  bytes.sums.resize(rows * kernel.groups);
+  bytes.values.resize(rows * kernel.Vectors() * kVector);
+  bytes.steps.resize(rows * kernel.Vectors() * kLanes);
+  bytes.sums.resize(rows * kernel.Vectors() * kLanes);
   ForEach(pool, rows, rows * kernel.in / kAlone,
           [&](int64_t row) { RoundRow(x + row * kernel.in, kernel, row, bytes); });
-  const int64_t items = (kernel.out + kLanes - 1) / kLanes;
-  ForEach(pool, items, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
+  ForEach(pool, (kernel.out + kInItem - 1) / kInItem, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
     const NoSubnormals guard;
-    MultiplyOutputs(kernel, scales, bytes, rows, item * kLanes, y);
+    const int64_t begin = item * kInItem;
+    MultiplyItem(kernel, scales, bytes, rows, begin, std::min(kernel.out, begin + kInItem), y);
   });
 }
 
@@ -198,7 +229,7 @@ ffi::Error ProductInt4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer va
   kernel.out = values.dimensions()[0], kernel.in = values.dimensions()[1];
   kernel.groups = scales.dimensions()[1], kernel.group = kernel.in / kernel.groups;
   kernel.zeros = zeros.element_count() > 0 ? static_cast<const int8_t*>(zeros.untyped_data()) : nullptr;
-  if (kernel.group % 8 != 0) return ffi::Error::InvalidArgument("groups are of a multiple of 8 inputs");
+  if (kernel.group % kQuarter != 0) return ffi::Error::InvalidArgument("groups are of a multiple of 32 inputs");
   if (x.element_type() != scales.element_type()) return ffi::Error::InvalidArgument("x and the scales differ in type");
   switch (x.element_type()) {
     case ffi::F32:

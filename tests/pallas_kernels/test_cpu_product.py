@@ -105,8 +105,9 @@ def test_layers_use_it(dtype, rows, call, looped):
         ({}, 9),
         ({"stages": 2}, 9),
         ({"tensor": 2}, 0),
-        ({"quantize": "int8"}, 0),
-        ({"quantize": "int4"}, 8 if VNNI else 0),
+        ({"quantize": "int8"}, 9 if VNNI else 0),
+        ({"quantize": "int8", "buckets": (25,)}, 1 if VNNI else 0),
+        ({"quantize": "int4"}, 9 if VNNI else 0),
         ({"buckets": (17,)}, 9),
         ({"dtype": "float32"}, 9),
         ({"dtype": "float32", "buckets": (17,)}, 9 if MANY_FLOAT32 else 1),  # the head: as many rows as are chosen for
@@ -144,9 +145,9 @@ def draw_int4(inner, out, group, dtype, zeros):
         (4096, 100, 32, False),
         (4224, 33, 128, True),
         (2400, 15, 96, False),
-        (9000, 17, 9000, True),
+        (8992, 17, 8992, True),
         (64, 1, 64, False),
-        (40, 16, 8, True),
+        (96, 16, 32, True),
     ],
 )
 def test_int4_kernels(inner, out, group, zeros, dtype):
@@ -158,7 +159,7 @@ def test_int4_kernels(inner, out, group, zeros, dtype):
     wide -= 0 if points is None else points.astype(np.float64)[..., None]
     wide = (wide * scales.astype(np.float64).reshape(out, -1)[..., None]).reshape(out, inner)
     exact = x.astype(np.float64) @ wide.T
-    multiply = jax.jit(product.multiply_int4)
+    multiply = jax.jit(product.multiply_quantized)
     whole = np.asarray(multiply(x, values, scales, points))
     largest = np.abs(x.astype(np.float64)).reshape(19, -1, group).max(-1)
     step = np.repeat(largest, group, axis=1) / 127
@@ -175,7 +176,38 @@ def test_int4_kernels(inner, out, group, zeros, dtype):
 
 
 @pytest.mark.skipif(not VNNI, reason="no AVX512-VNNI here")
-def test_what_the_int4_product_does_not_multiply():
-    x = jnp.zeros((2, 24))
-    assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.int4), jnp.zeros((4, 2)), None) is None
-    assert product.multiply_int4(x, jnp.zeros((4, 24), jnp.float8_e4m3fn), jnp.zeros((4, 1)), None) is None
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+@pytest.mark.parametrize(("inner", "out"), [(4096, 100), (200, 37), (40, 1), (9000, 17)])
+def test_int8_kernels(inner, out, dtype):
+    """x loses what 15 bits of its largest number cannot hold; other rows change nothing."""
+    values = np.random.default_rng(inner).integers(-127, 128, (out, inner), np.int8)
+    scales, x = draw(2, out, dtype=dtype), draw(1, 9, inner, dtype=dtype)
+    x[3], x[4, :8] = 0, 60
+    wide = values.astype(np.float64) * scales.astype(np.float64)[:, None]
+    exact = x.astype(np.float64) @ wide.T
+    multiply = jax.jit(product.multiply_quantized)
+    whole = np.asarray(multiply(x, values, scales))
+    step = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / 127 / 254
+    assert (np.abs(whole - exact) <= 4 * step * np.sqrt((wide**2).sum(-1)) + 1e-6 * np.abs(exact)).all()
+    assert not whole[3].any()
+    for rows in range(1, 9):
+        np.testing.assert_array_equal(multiply(x[-rows:], values, scales), whole[-rows:])
+    for wrong in (np.nan, np.inf):
+        x[1, inner // 2] = wrong
+        broken = np.asarray(multiply(x, values, scales))
+        assert np.isnan(broken[1]).all()
+        np.testing.assert_array_equal(np.delete(broken, 1, 0), np.delete(whole, 1, 0))
+
+
+@pytest.mark.skipif(not VNNI, reason="no AVX512-VNNI here")
+def test_what_the_quantized_products_do_not_multiply():
+    def multiplies(rows, values, scales):
+        return product.multiply_quantized(jnp.zeros((rows, values.shape[1])), values, scales) is not None
+
+    values = jnp.zeros((4, 96), jnp.int4)
+    assert multiplies(2, values, jnp.zeros((4, 3)))
+    assert not multiplies(2, values, jnp.zeros((4, 6)))
+    values, scales = values.astype(jnp.int8), jnp.zeros(4)
+    assert multiplies(24, values, scales)
+    assert not multiplies(25, values, scales)
+    assert not multiplies(2, values.astype(jnp.float8_e4m3fn), scales)
