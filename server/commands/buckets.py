@@ -42,7 +42,9 @@ def directory(model: str, cache: Path) -> Path:
         import fsspec
 
         files, root = fsspec.url_to_fs(url)
-        listed = {Path(each["name"]).name: each["name"] for each in files.ls(root) if each["type"] == "file"}
+        # Stores differ in what they list by default.
+        found = [each["name"] for each in files.ls(root, detail=True) if each["type"] == "file"]
+        listed = {Path(name).name: name for name in found}
     except ImportError as problem:
         extra = {"gs": "gs", "gcs": "gs", "s3": "s3"}.get(store)
         hint = f"; pip install 'jaxserve[{extra}]'" if extra else ""

@@ -2,8 +2,8 @@
 
 Each `NAME_client.py` or `NAME_client.mjs` here is a script that names its packages in its first lines (PEP 723, or
 `// npm: ...`). It runs in an environment of its own, `.venv-clients/NAME`, which is made on first use. Its arguments
-are the URLs of two servers and the gRPC address of the first: one of the demo model, and one that answers a chat with
-its last message, so that a script says what the model says.
+are the URLs of two servers, the gRPC address of the first, and the Python that has jaxserve. The first server has the
+demo model, the second answers a chat with its last message, so that a script says what the model says.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(names: list[str]) -> int:
             }
             for name, wanted in wanted_by.items():
                 try:
-                    command = [*commands[name].result(), demo, echo, grpc_address]
+                    command = [*commands[name].result(), demo, echo, grpc_address, sys.executable]
                     results[name] = "works" if subprocess.run(command, timeout=SECONDS).returncode == 0 else "FAILS"
                 except (subprocess.CalledProcessError, FileNotFoundError):  # the latter without npm
                     results[name] = "cannot be installed"

@@ -32,6 +32,15 @@ def test_the_files_that_are_needed_are_downloaded(model: str, tmp_path: Path) ->
     assert (folder / "model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.usefixtures("store")
+def test_a_store_that_lists_names_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As s3fs does."""
+    memory = type(fsspec.filesystem("memory"))
+    ls = memory.ls
+    monkeypatch.setattr(memory, "ls", lambda self, path, detail=False, **others: ls(self, path, detail, **others))
+    assert (buckets.directory("memory://bucket/demo", tmp_path) / "config.json").exists()
+
+
 def test_only_what_has_changed_is_downloaded_again(store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = buckets.directory("memory://bucket/demo", tmp_path)
     assert "downloading 3 files" in capfd.readouterr().err
