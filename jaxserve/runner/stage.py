@@ -169,11 +169,12 @@ class StageRunner:
 
     def _compiled(self, lower: Callable[..., jax.stages.Lowered], *sizes: Any) -> Any:
         self.num_programs += 1
-        options = compiler_options.of(self.programs.platform)
+        programs = self.programs
+        options = compiler_options.of(programs.platform, sampler=lower == programs.lower_choose)
         if self._cache is None:
             return _taking_int4(lower(*sizes).compile(options))
-        made_from = f"{lower.__name__}{sizes} of {self.programs.made_from()}"
-        devices = list(self.programs.mesh.devices.flat)
+        made_from = f"{lower.__name__}{sizes} of {programs.made_from()}"
+        devices = list(programs.mesh.devices.flat)
         return _taking_int4(self._cache.get(made_from, devices, lambda: lower(*sizes).compile(options)))
 
     def _whole(self, values: Any) -> jax.Array:

@@ -17,6 +17,7 @@ from jaxserve.engine import Engine
 from jaxserve.planning import compiled
 from jaxserve.planning.predict import predict
 from jaxserve.runner import cache_folder, compiler_options, program_cache
+from jaxserve.runner.lowering import StagePrograms
 from server.commands import cli
 from tests.fixtures.tiny import BLOOM
 from tests.jaxserve.planning.questions import BLOOM as TINY
@@ -48,6 +49,9 @@ def params():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("programs")
+
+
+LOWER_CHOOSE = StagePrograms.lower_choose
 
 
 def start(params, folder, **settings) -> Engine:
@@ -117,6 +121,28 @@ def test_engine_and_plan_compile_with_the_same_options(params, tmp_path, monkeyp
     plan = predict(question(TINY))
     with pytest.raises(ValueError, match=r"stage 0 does not compile: .*xla_no_such_option"):
         compiled.compile_stages(plan, jax.devices()[:1], lambda *_: None)
+
+
+def test_the_sampler_has_options_of_its_own(params, tmp_path, monkeypatch) -> None:
+    lowered, asked, of = [], [], compiler_options.of
+
+    def lower_choose(programs, *sizes):
+        lowered.append(sizes)
+        return LOWER_CHOOSE(programs, *sizes)
+
+    def record(platform, *, sampler):
+        asked.append(sampler)
+        return of(platform, sampler=sampler)
+
+    monkeypatch.setattr(StagePrograms, "lower_choose", lower_choose)
+    monkeypatch.setattr(compiler_options, "of", record)
+    engine = start(params, tmp_path)
+    assert asked.count(True) == len(lowered) > 0
+    assert len(asked) == engine.report.programs
+    assert of("cpu", sampler=True) == (
+        {} if jax.__version_info__ >= (0, 11) else {"xla_cpu_use_fusion_emitters": False}
+    )
+    assert of("cpu") == of("gpu", sampler=True) == {}
 
 
 @pytest.mark.parametrize(("platform", "shared"), [("tpu", False), ("cpu", True), ("cuda", True)])
