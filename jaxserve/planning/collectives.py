@@ -10,6 +10,7 @@ from jaxserve.planning.cost import Collective
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
+from sharding.devices import Topology
 from sharding.spec import Target, names
 from sharding.spec import parts as parts_of
 
@@ -47,7 +48,9 @@ class _Step(NamedTuple):
     results: tuple[int, ...]
 
 
-def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tuple[Collective, ...] | None:
+def predict(
+    stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology
+) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
     The compiler decides if the spec splits "embed", norms of heads, routers or the hidden states between the layers
@@ -55,13 +58,14 @@ def predict(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> tupl
 
     Args:
       parts: the stage's parameters by name.
+      topology: with the stage's devices.
     """
     split_axes = {axis for part in parts.values() for axis in part.axes if part.split(axis)}
     undecided = split_axes & _UNDECIDED or stage.spec.gather
     if undecided and stage.mesh.size > 1:
         return None
     try:
-        found = _all(stage, parts)
+        found = _all(stage, parts, topology)
     except _Unknown:
         return None
     return tuple(
@@ -82,7 +86,7 @@ def gathers(
     return tuple(found)
 
 
-def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter[_Exchange]:
+def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology) -> Counter[_Exchange]:
     """The exchanges of one iteration, with their numbers. Raises _Unknown."""
 
     def over(*targets: Target) -> _Over:
@@ -109,9 +113,12 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
             found[_Exchange("all-gather", "layers.*.attend", gathered, by_slot)] += 1
         if by_part:  # what each part of the pool's rows and slots gives is added up, to shares of heads if read so
             split, scattered = kv_cache.attended(stage.mesh, stage.spec, f"layers.{layer}.out.kernel")
-            given, kind = names(split[1]), "all-reduce" if scattered is None else "reduce-scatter"
-            times = parts_of(given, stage.mesh.shape) * (of_tokens if scattered == 0 else 1)
-            found[_Exchange(kind, "layers.*.attend", heads // times, by_part)] += 1
+            given, result = names(split[1]), heads // parts_of(by_head, stage.mesh.shape)
+            if scattered is not None and _stays_scattered(stage, topology, by_head, by_part, scattered):
+                each = result // parts_of(by_part, stage.mesh.shape)
+                found[_Exchange("reduce-scatter", "layers.*.attend", each, by_part)] += 1
+            else:
+                found[_Exchange("all-reduce", "layers.*.attend", result, by_part)] += 1
         attend = _Step("layers.*.attend", False, by_head, given, (heads,))
         sent = [*_exchanges([product("qkv", heads, keys, keys), attend, out])]
         if tokens and any(each.kind != "all-reduce" for each in sent):
@@ -131,6 +138,31 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> Counter
     if stage.is_last and (of_head := over(head_table(parts).partition[0])):
         found[_Exchange("all-gather", "head", 4 * config.vocab_size, of_head, True)] += 1
     return found
+
+
+def _stays_scattered(stage: StagePrograms, topology: Topology, by_head: _Over, by_part: _Over, axis: int) -> bool:
+    """Whether the compiler keeps the reduce-scatter of what parts of the pool give, [T, N, D].
+
+    The one for TPUs makes an all-reduce and a slice of it in two cases (libtpu 0.0.42.1): over all devices of a slice
+    that is a box of three dimensions or a square of more than two by two (but not of TPU7x), and where each device gets
+    8, 24, 40, ... heads of 16 bits. With tokens it may do so in small buckets, too, which is not foreseen.
+
+    Args:
+      axis: what is scattered: 0, tokens, or 1, heads.
+
+    Raises:
+      _Unknown: it is over all devices of a stage that has some of such a slice, whose place counts.
+    """
+    if stage.platform != "tpu":
+        return True
+    group, lengths = parts_of(by_part, stage.mesh.shape), [length for length in topology.shape if length > 1]
+    is_cube = len(lengths) == 3 or (len(lengths) == 2 and lengths[0] == lengths[1] > 2)
+    if group == stage.mesh.size and is_cube and topology.device.chip_devices == 1:
+        if group < topology.num_devices:
+            raise _Unknown
+        return False
+    heads = stage.model.padded_config.num_heads // parts_of((*by_head, *by_part), stage.mesh.shape)
+    return axis == 0 or stage.shape.attention.dtype.itemsize != 2 or heads % 16 != 8
 
 
 def _tokens(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:

@@ -221,6 +221,36 @@ def test_exchanges_of_split_tokens_are_those_of_tpus(topology, family):
     assert payloads(deployment, plan.stages[0].load.collectives) == payloads(deployment, stage.collectives)
 
 
+BY_HEAD = {"parameters": {"layers.*.out.kernel": {"heads": ("tensor", "attn")}}}
+BY_TOKEN = {"activations": {"tokens": "attn"}}
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.aot
+@tpu
+@pytest.mark.parametrize(
+    ("heads", "part", "changed", "bucket"),
+    [
+        (64, "rows", BY_HEAD, 32),  # 8 heads for each device, which TPUs do not scatter
+        pytest.param(96, "slots", BY_HEAD, 32, marks=pytest.mark.weekly),
+        pytest.param(128, "slots", BY_HEAD, 32, marks=pytest.mark.weekly),
+        pytest.param(32, "slots", BY_TOKEN, 256, marks=pytest.mark.weekly),
+        pytest.param(32, "rows", BY_TOKEN, 32, marks=pytest.mark.weekly),
+    ],
+)
+def test_what_parts_of_a_pool_give_is_scattered_as_by_tpus(heads, part, changed, bucket):
+    base = specs.default("llama")
+    spec = replace(base, rules=dict.fromkeys(base.rules) | {"heads": "tensor"}, pool={part: "attn"}, **changed)
+    sizes = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "mesh": "attn=4,tensor=2", "buckets": (bucket,)}
+    entries = LLAMA | {"hidden_size": 1024, "num_attention_heads": heads, "head_dim": 128}
+    deployment = question(entries, spec, "v6e:2x4", max_rows=8, **sizes)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
+    assert plan.is_known
+    assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
+    assert payloads(deployment, plan.stages[0].load.collectives) == payloads(deployment, stage.collectives)
+
+
 GPUS = ("a100-80g:4", "h200:4")
 PUBLISHED = (
     "llama-3-8b",

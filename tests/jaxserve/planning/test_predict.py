@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jaxserve.planning import model_catalog
 from jaxserve.planning.deployment import programs
 from jaxserve.planning.planner import plan
-from jaxserve.planning.predict import count_parameters, predict, with_buckets
+from jaxserve.planning.predict import Plan, count_parameters, predict, with_buckets
 from sharding import devices, specs
 from tests.jaxserve.planning.questions import BLOOM, GPT2, GPTJ, LLAMA, MIXTRAL, NEOX, named, question
 
@@ -227,6 +228,68 @@ def test_only_held_exchanges_of_tokens_are_known(entries, changed, topology):
 
 
 @pytest.mark.parametrize(
+    ("topology", "mesh", "heads", "kind"),
+    [
+        ("v5p:2x2x2", {"attn": 8}, 8, "all-reduce"),  # over all of a box
+        ("v5p:2x2x2", {"attn": 4, "tensor": 2}, 8, "reduce-scatter"),
+        ("v5p:2x4x1", {"attn": 8}, 8, "reduce-scatter"),
+        ("v6e:4x4", {"attn": 16}, 16, "all-reduce"),  # over all of a square
+        ("v6e:2x4", {"attn": 8}, 8, "reduce-scatter"),
+        ("v6e:2x2", {"attn": 4}, 8, "reduce-scatter"),
+        ("tpu7x:2x2x2", {"attn": 16}, 16, "reduce-scatter"),
+        ("v6e:4x4", {"stage": 2, "attn": 8}, 8, None),  # over all devices of a stage, some of the slice's
+        ("v6e:2x4", {"stage": 2, "attn": 4}, 8, "reduce-scatter"),
+        ("v6e:4x4", {"stage": 2, "attn": 4, "tensor": 2}, 8, "reduce-scatter"),
+        ("tpu7x:2x2x2", {"stage": 2, "attn": 8}, 8, "reduce-scatter"),
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, "all-reduce"),  # to 8 heads for each device
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 96, "reduce-scatter"),
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 128, "reduce-scatter"),
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 192, "all-reduce"),  # 24
+        ("h200:8", {"attn": 4, "tensor": 2}, 64, "reduce-scatter"),
+    ],
+)
+def test_tpus_add_up_some_heads_in_all_reduces(topology, mesh, heads, kind):
+    (stage, *_) = _by_rows(topology, mesh, heads, {"parameters": {"layers.*.out.kernel": {"heads": _BY_HEAD}}}).stages
+    if kind is None:
+        assert stage.load.collectives is None
+        return
+    whole = 2 * 16 * heads // mesh.get("tensor", 1)
+    assert [each[:3] for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [
+        (kind, "layers.*.attend", whole // mesh["attn"] if kind == "reduce-scatter" else whole)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "kind"),
+    [("v5p:2x2x2", {"attn": 8}, "all-reduce"), ("v6e:2x4", {"attn": 4, "tensor": 2}, "reduce-scatter")],
+)
+def test_tpus_scatter_tokens_but_over_all_of_a_box(topology, mesh, kind):
+    (stage,) = _by_rows(topology, mesh, 64, {"activations": {"tokens": "attn"}}).stages
+    assert [each.kind for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [kind]
+
+
+def test_tpus_scatter_eight_heads_of_float32():
+    rules = {"parameters": {"layers.*.out.kernel": {"heads": _BY_HEAD}}}
+    (stage,) = _by_rows("v6e:2x4", {"attn": 4, "tensor": 2}, 64, rules, dtype="float32").stages
+    assert "reduce-scatter" in {each.kind for each in stage.load.collectives or ()}
+
+
+_BY_HEAD = ("tensor", "attn")  # the axes of heads and of rows
+
+
+def _by_rows(
+    topology: str, mesh: dict[str, int], heads: int, changed: dict[str, Any], *, dtype: str = "bfloat16"
+) -> Plan:
+    """A plan of LLaMA with heads of 16 numbers and the pool's rows over "attn"."""
+    axes = mesh if "tensor" in mesh else mesh | {"tensor": 1}
+    base = specs.default("llama")
+    spec = replace(base, rules=dict.fromkeys(base.rules) | {"heads": "tensor"}, pool={"rows": "attn"}, **changed)
+    entries = LLAMA | {"num_attention_heads": heads, "head_dim": 16}
+    sizes = {"mesh": ",".join(f"{axis}={size}" for axis, size in axes.items()), "slots": 2**17, "buckets": (16,)}
+    return predict(question(entries, spec, topology, dtype=dtype, max_rows=16, **sizes))
+
+
+@pytest.mark.parametrize(
     ("name", "billions"),
     [
         ("bloom-560m", 0.559),
@@ -302,7 +365,7 @@ def test_no_device_is_started():
     program = """
 from tests.jaxserve.planning.questions import BLOOM, question
 from jaxserve.planning.deployment import programs
-from jaxserve.planning.predict import count_parameters, predict, with_buckets
+from jaxserve.planning.predict import Plan, count_parameters, predict, with_buckets
 from jax._src import xla_bridge
 predict(question(BLOOM, tensor=4))
 print(list(xla_bridge._backends))
