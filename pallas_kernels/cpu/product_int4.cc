@@ -122,7 +122,8 @@ struct Tile {
     for (int64_t i = 0; i < kWidth; i++) {
       const int64_t o = std::min(begin + i, kernel.out - 1);
       values[i] = kernel.values + o * kernel.in / 2;
-      of_scales[i] = all_scales + o * kernel.groups, of_zeros[i] = kernel.zeros + o * kernel.groups;
+      of_scales[i] = all_scales + o * kernel.groups;
+      of_zeros[i] = kernel.zeros == nullptr ? nullptr : kernel.zeros + o * kernel.groups;
     }
     scales.resize(lanes), std::fill(scales.end() - kLanes, scales.end(), 0.0f);
     ByQuarter(of_scales, kernel.groups, times, scales.data(), [](S x) { return ToFloat(x); });

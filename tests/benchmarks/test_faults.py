@@ -2,6 +2,11 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import pytest
 
 from benchmarks import faults
 from tests.server.conftest import served
@@ -27,6 +32,32 @@ def test_wrong_answers_are_found() -> None:
     failures = found.failures
     assert len(failures) == found.tries["wrong"] > 0
     assert all(failure.startswith("wrong: ") for failure in failures)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "lost"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "the engine is being restarted", False),
+        (grpc.StatusCode.UNAVAILABLE, "", True),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline is in 60.0 s; waiting takes about 82.0 s", False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", True),
+        (grpc.StatusCode.INTERNAL, "a bug", True),
+    ],
+)
+def test_errors_of_the_servers_state_are_tried_again(code: grpc.StatusCode, details: str, lost: bool) -> None:
+    errors = [grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)]
+
+    async def generate(_: object, timeout: float) -> SimpleNamespace:
+        assert timeout > 0
+        if errors:
+            raise errors.pop()
+        return SimpleNamespace(text="right")
+
+    found, known = faults.Outcome(), [(request, "right") for request in faults.requests()]
+    until = time.monotonic() + 0.1
+    asyncio.run(faults.polite(SimpleNamespace(Generate=generate), known, until, found, 1))
+    assert found.failures == ([f"lost: {code.name}: {details}"] if lost else [])
+    assert found.tries[code.name] == 1
 
 
 def test_seconds_to_the_next_answer_are_told_by_fault() -> None:

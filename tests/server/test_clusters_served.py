@@ -52,6 +52,9 @@ def served(launcher: list[str], folder: Path, environment: dict[str, str]) -> It
         yield ready[1], log.read_text
         assert process.wait(WAIT_SECONDS) == 0, log.read_text()
     finally:
+        process.terminate()  # a launcher that is killed leaves its hosts behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(WAIT_SECONDS)
         process.kill()
         process.wait(WAIT_SECONDS)
 
