@@ -62,14 +62,7 @@ void RoundRow(const T* x, const Kernel& kernel, int64_t row, Bytes& bytes) {
   int32_t* sums = bytes.sums.data() + row * vectors * kLanes;
   std::fill_n(steps, vectors * kLanes, 0.0f), std::fill_n(sums, vectors * kLanes, 0);
   for (int64_t begin = 0; begin < kernel.in; begin += kernel.group) {
-    uint32_t most_bits = 0;
-    for (int64_t i = begin; i < begin + kernel.group; i++) {
-      uint32_t bits;
-      std::memcpy(&bits, &wide[i], sizeof bits);
-      most_bits = std::max(most_bits, bits & 0x7FFFFFFF);
-    }
-    float most;  // the largest magnitude; not a number if one is not
-    std::memcpy(&most, &most_bits, sizeof most);
+    const float most = Magnitude(wide.data() + begin, kernel.group);
     const float step = most / 127, inverse = std::isfinite(most) && most > 1e-30f ? 1 / step : 0;
     for (int64_t i = begin; i < begin + kernel.group; i += kQuarter) {
       __m512i sum = _mm512_setzero_si512();

@@ -44,15 +44,8 @@ template <typename T>
 void RoundRow(const T* x, int64_t count, int64_t row, Bytes& bytes) {
   thread_local Buffer<float> wide;
   wide.assign(bytes.vectors * kVector, 0.0f);
-  uint32_t most_bits = 0;
-  for (int64_t i = 0; i < count; i++) {
-    wide[i] = ToFloat(x[i]);
-    uint32_t bits;
-    std::memcpy(&bits, &wide[i], sizeof bits);
-    most_bits = std::max(most_bits, bits & 0x7FFFFFFF);
-  }
-  float most;  // the largest magnitude; not a number if one is not
-  std::memcpy(&most, &most_bits, sizeof most);
+  for (int64_t i = 0; i < count; i++) wide[i] = ToFloat(x[i]);
+  const float most = Magnitude(wide.data(), count);
   const float step = bytes.steps[row] = most / 127;
   const float inverse = std::isfinite(most) && most > 1e-30f ? 1 / step : 0;
   if (inverse == 0) std::fill(wide.begin(), wide.end(), 0.0f);

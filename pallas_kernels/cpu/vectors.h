@@ -111,6 +111,20 @@ inline float ToFloat(BFloat16 x) {
   return y;
 }
 
+// The largest magnitude of `count` numbers; not a number if one is not.
+inline float Magnitude(const float* x, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7FFFFFFF;
+    if (bits > most) most = bits;
+  }
+  float y;
+  std::memcpy(&y, &most, sizeof y);
+  return y;
+}
+
 inline void Assign(float& y, float x) { y = x; }
 inline void Assign(BFloat16& y, float x) {  // to the nearest, ties to even
   uint32_t bits;
