@@ -16,7 +16,6 @@ import jaxserve
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from server import heap
-from server.app import ServerApp
 from server.commands import hosts
 from server.commands.console import UserError, address, progress_bars, say, say_defaults, say_tools, show, user_errors
 from server.engine_process import exit_codes
@@ -65,6 +64,8 @@ class ServerLifecycle:
         on_wedged: Callable[[str], None] | None = None,
         wedged_seconds: Callable[[], float] | None = None,
     ) -> None:
+        from server.app import ServerApp  # takes a while, in which the engine process starts
+
         self.settings = settings
         self.stopping, self.signal = asyncio.Event(), 0
         self.app = ServerApp(
@@ -186,15 +187,16 @@ async def serve_engine_process(settings: ServeSettings, greet: Greet) -> int:
             command=ENGINE_COMMAND,
             progress=start.enter_context(progress_bars()),
         )
-        lifecycle = _lifecycle(settings, greet, engine, supervisor)
-        if settings.profile is not None:
-            lifecycle.app.handler.profile = engine.profile
-        stack.enter_context(lifecycle.observing())
-        await lifecycle.listen()
-        if settings.cluster is not None:  # the engine process writes its flight record
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, supervisor.signal, signal.SIGUSR2)
         running = asyncio.create_task(supervisor.run())
+        await asyncio.sleep(0)  # starts the engine process
         try:
+            lifecycle = _lifecycle(settings, greet, engine, supervisor)
+            if settings.profile is not None:
+                lifecycle.app.handler.profile = engine.profile
+            stack.enter_context(lifecycle.observing())
+            await lifecycle.listen()
+            if settings.cluster is not None:  # the engine process writes its flight record
+                asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, supervisor.signal, signal.SIGUSR2)
             await _wait_for_first(running, supervisor.ready, lifecycle.stopping)
             start.close()
             if supervisor.ready.is_set():

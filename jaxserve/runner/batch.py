@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -282,9 +282,9 @@ def _points(
 
 
 def empty_state(layout: BatchLayout, *, is_first: bool, is_last: bool) -> RowState:
-    """The initial row state of a stage."""
-    history = jnp.zeros((layout.n_rows, layout.max_context), jnp.int32)
-    tables = jnp.zeros((layout.n_rows, layout.entries), jnp.int32)
+    """The initial row state of a stage, as NumPy arrays."""
+    history: Any = np.zeros((layout.n_rows, layout.max_context), np.int32)
+    tables: Any = np.zeros((layout.n_rows, layout.entries), np.int32)
     return RowState(
         history if is_first or is_last else None, tables, sampler.empty_rows(layout.n_rows) if is_last else None
     )

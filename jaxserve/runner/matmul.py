@@ -21,7 +21,6 @@ from jaxserve.models import experts
 from jaxserve.models.products import Quantized, dot, widened
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
-from pallas_kernels.gpu import grouped, int4
 from sharding.spec import ShardingSpec, names
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
@@ -42,7 +41,14 @@ def native_product(dtype: np.dtype, attention: str, devices: int) -> NativeProdu
 
 def tile_rows(platform: str, dtype: np.dtype) -> tuple[int, ...]:
     """The sizes of tiles in which rows of experts are multiplied (see `grouped.tile_rows`)."""
-    return grouped.tile_rows(dtype) if platform == "gpu" else (_XLA_ROWS,)
+    return _gpu_products()[0].tile_rows(dtype) if platform == "gpu" else (_XLA_ROWS,)
+
+
+def _gpu_products() -> tuple[Any, Any]:
+    """The modules of products for GPUs. They take a quarter of the imports of a start, which needs them rarely."""
+    from pallas_kernels.gpu import grouped, int4
+
+    return grouped, int4
 
 
 def product_key(native: NativeProduct | None) -> str | None:
@@ -121,8 +127,8 @@ class DeviceProducts:
         # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
         # GPUs do not if there are groups.
         if matrix.group is not None:
-            alone = (self.mesh is None or self.mesh.size == 1) and int4.serves(matrix.group)
-            ways = {"cuda": _int4_gpu} if alone and matrix.values.dtype == jnp.int4 else {}
+            alone = (self.mesh is None or self.mesh.size == 1) and matrix.values.dtype == jnp.int4
+            ways = {"cuda": _int4_gpu} if alone and _gpu_products()[1].serves(matrix.group) else {}
             return jax.lax.platform_dependent(
                 x, matrix, cpu=_dot_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
             )
@@ -177,11 +183,11 @@ def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *,
     XLA's compiler for GPUs would multiply every row by every kernel, and transpose all kernels in memory.
     """
     values = kernels.values if isinstance(kernels, Quantized) else kernels
-    return experts.scaled(grouped.multiply_runs(x, values, sizes, interpret=interpret), kernels, sizes)
+    return experts.scaled(_gpu_products()[0].multiply_runs(x, values, sizes, interpret=interpret), kernels, sizes)
 
 
 def _int4_gpu(x: jax.Array, matrix: Quantized) -> jax.Array:
-    return int4.multiply(x, *matrix)
+    return _gpu_products()[1].multiply(x, *matrix)
 
 
 def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:

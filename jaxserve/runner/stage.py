@@ -145,7 +145,6 @@ class StageRunner:
         with ThreadPoolExecutor(_COMPILE_THREADS) as threads:
             for done, _ in enumerate(threads.map(lambda job: job(), jobs), start=1):
                 progress("compiling", done, len(jobs))
-                _give_back_memory()
         self.pool = kv_cache.allocate(programs.pool(n_blocks))
 
     def _compile_forward(self, bucket: int, n_blocks: int) -> None:
@@ -171,11 +170,16 @@ class StageRunner:
         self.num_programs += 1
         programs = self.programs
         options = compiler_options.of(programs.platform, sampler=lower == programs.lower_choose)
+
+        def compile() -> jax.stages.Compiled:
+            program = lower(*sizes).compile(options)
+            _give_back_memory()
+            return program
+
         if self._cache is None:
-            return _taking_int4(lower(*sizes).compile(options))
+            return _taking_int4(compile())
         made_from = f"{lower.__name__}{sizes} of {programs.made_from()}"
-        devices = list(programs.mesh.devices.flat)
-        return _taking_int4(self._cache.get(made_from, devices, lambda: lower(*sizes).compile(options)))
+        return _taking_int4(self._cache.get(made_from, list(programs.mesh.devices.flat), compile))
 
     def _whole(self, values: Any) -> jax.Array:
         """A host array on every device of this stage; other hosts of the stage hold the same."""
