@@ -95,7 +95,7 @@ def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, 
             generation,
             *case,
             marks=pytest.mark.weekly
-            if i and ((i + j) % 3 or case[-1] == PROMPTS or (case[-1] == LARGE and generation == "v4"))
+            if i and ((i + j) % 3 or case[-1] == PROMPTS or (case[-1] == LARGE and generation in ("v4", "v5e")))
             else (),
         )
         for i, case in enumerate(CASES)
@@ -247,7 +247,9 @@ def test_a_step_of_decodes(tell, hold, topology):
         hold(f"{topology}, 16 tokens of {name}", figures)
 
 
-@pytest.mark.parametrize("topology", ["v4:2x2x4", pytest.param("v5p:2x2x4", marks=pytest.mark.weekly), "v6e:4x4"])
+@pytest.mark.parametrize(
+    "topology", [*(pytest.param(name, marks=pytest.mark.weekly) for name in ("v4:2x2x4", "v5p:2x2x4")), "v6e:4x4"]
+)
 def test_a_step_of_bloom_176b(tell, hold, monkeypatch, topology):
     """A mixed iteration over 16 devices: two all-reduces a layer and one of the embedding, the logits gathered; nothing
     else moves, and what the program needs beside weights and pool is small."""

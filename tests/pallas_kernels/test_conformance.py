@@ -89,9 +89,8 @@ def test_windows_soft_caps_and_sinks(
 SPLIT_NAMES = f"parts {VARIED_NAMES}"
 SPLIT = [
     (2, "none", None, False, "float32", "float32", 2, 1, 64, True),
-    (3, "two sizes", 3.0, True, "float32", "float32", 2, 1, 64, True),
     (2, "blocks", None, True, "bfloat16", "int8", 6, 2, 96, False),
-    (4, "alternating", 3.0, False, "float32", "bfloat16", 2, 2, 64, True),
+    (3, "alternating", 3.0, True, "float32", "bfloat16", 2, 2, 64, True),
     (2, "one token", None, True, "float32", "int8", 3, 3, 64, True),
 ]
 

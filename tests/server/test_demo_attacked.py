@@ -34,7 +34,7 @@ from tests.server.test_engine_served import engine_process
 
 pytestmark = pytest.mark.exhaustive
 
-TEN_THOUSAND, THOUSANDS, BATCH = 10_000, 3_000, 50
+BATCH = 50  # examples that Hypothesis draws together
 FLAGS = ("--buckets", "16,64", "--slots", "65536", "--max-rows", "16")
 PROMPT, ANSWER = "It was a", " very good sort of thing, and I am sure I should"
 PARTS = 10
@@ -160,21 +160,21 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     return found
 
 
-def over(*names: str) -> pytest.MarkDecorator:
-    """Our own protocol and OpenAI's daily; the others, which take as long again, weekly."""
-    daily = ("grpc", "openai")
-    each = [pytest.param(name, marks=() if name in daily else pytest.mark.weekly) for name in names]
-    return pytest.mark.parametrize("protocol", each)
+def over(*names: str, daily: int, weekly: int) -> pytest.MarkDecorator:
+    """How many attacks a test makes: a few over our own protocol and OpenAI's daily, many over each weekly."""
+    each = [pytest.param(name, daily, id=f"daily-{name}") for name in names if name in ("grpc", "openai")]
+    each += [pytest.param(name, weekly, id=f"weekly-{name}", marks=pytest.mark.weekly) for name in names]
+    return pytest.mark.parametrize(("protocol", "count"), each)
 
 
-@over(*OVER_GRPC, *OVER_HTTP)
-def test_ten_thousand_malformed_requests(attack: Attack, protocol: str) -> None:
+@over(*OVER_GRPC, *OVER_HTTP, daily=2_000, weekly=10_000)
+def test_malformed_requests(attack: Attack, protocol: str, count: int) -> None:
     if protocol in OVER_GRPC:
-        hostile = drawn(fuzz.calls_of(*OVER_GRPC[protocol]), TEN_THOUSAND)
+        hostile = drawn(fuzz.calls_of(*OVER_GRPC[protocol]), count)
     else:
-        hostile = drawn(http_fuzz.requests_of(*OVER_HTTP[protocol]), TEN_THOUSAND)
-    assert len(hostile) == TEN_THOUSAND
-    each = TEN_THOUSAND // PARTS
+        hostile = drawn(http_fuzz.requests_of(*OVER_HTTP[protocol]), count)
+    assert len(hostile) == count
+    each = count // PARTS
 
     async def part(it: Attacked, index: int) -> None:
         now = hostile[index * each : (index + 1) * each]
@@ -260,11 +260,11 @@ async def all_of(count: int, at_once: int, one: Callable[[int], Awaitable[None]]
     await asyncio.gather(*map(bounded, range(count)))
 
 
-streaming = over("grpc", "vllm", "openai", "tgi")
+STREAMS = ("grpc", "vllm", "openai", "tgi")
 
 
-@streaming
-def test_thousands_of_streams_are_reset(attack: Attack, protocol: str) -> None:
+@over(*STREAMS, daily=1_000, weekly=3_000)
+def test_streams_are_reset(attack: Attack, protocol: str, count: int) -> None:
     """At their beginning, before their first token, and amid them."""
 
     async def part(it: Attacked, _: int) -> None:
@@ -277,13 +277,13 @@ def test_thousands_of_streams_are_reset(attack: Attack, protocol: str) -> None:
                     await reader.read(100 * (index % 5)) if index % 7 == 6 else None
             reset(writer)
 
-        await all_of(THOUSANDS // PARTS, 32, one)
+        await all_of(count // PARTS, 32, one)
 
     attack(part)
 
 
-@streaming
-def test_thousands_of_streams_are_half_closed(attack: Attack, protocol: str) -> None:
+@over(*STREAMS, daily=1_000, weekly=3_000)
+def test_streams_are_half_closed(attack: Attack, protocol: str, count: int) -> None:
     """Their callers end what they send, and read on."""
 
     async def part(it: Attacked, _: int) -> None:
@@ -298,36 +298,27 @@ def test_thousands_of_streams_are_half_closed(attack: Attack, protocol: str) -> 
                         pass
             writer.transport.abort()
 
-        await all_of(THOUSANDS // PARTS, 32, one)
+        await all_of(count // PARTS, 32, one)
 
     attack(part)
 
 
-@streaming
-@pytest.mark.parametrize(
-    ("short", "large"),
-    [((110, 20), [4]), pytest.param((121, 60), [4, 9], marks=pytest.mark.weekly)],
-    ids=["daily", "longer"],
-)
-def test_a_thousand_readers_who_read_nothing(
-    attack: Attack, protocol: str, short: tuple[int, int], large: list[int]
-) -> None:
+@over(*STREAMS, daily=500, weekly=1_200)
+def test_readers_who_read_nothing(attack: Attack, protocol: str, count: int) -> None:
     """They stay until the engine is done with all of them, which waits for none.
 
-    Args:
-      short: how many streams a part has that are over soon, and the tokens of each.
-      large: the parts of fewer streams of a megabyte each, more than buffers hold.
+    In the fifth part there are fewer, with streams of a megabyte each, more than buffers hold.
     """
 
     async def part(it: Attacked, index: int) -> None:
-        count, tokens = (16, 1500) if index in large else short
-        readers = [await connected(it, protocol, receive_buffer=4096) for _ in range(count)]
+        number, tokens = (16, 1500) if index == 4 else (count // PARTS, 20)
+        readers = [await connected(it, protocol, receive_buffer=4096) for _ in range(number)]
         handler, begun = it.app.handler, _Begun(tokens)
         handler.observers.append(begun)
         for _, writer in readers:
             writer.write(beginning(protocol, tokens))
         async with asyncio.timeout(WAIT):
-            while len(begun.names) < count or not it.engine._requests.keys().isdisjoint(begun.names):
+            while len(begun.names) < number or not it.engine._requests.keys().isdisjoint(begun.names):
                 await asyncio.sleep(0.01)
         handler.observers.remove(begun)
         for _, writer in readers:
