@@ -45,7 +45,7 @@ def tile_rows(platform: str, dtype: np.dtype) -> tuple[int, ...]:
 
 
 def _gpu_products() -> tuple[Any, Any]:
-    """The modules of products for GPUs. They take a quarter of the imports of a start, which needs them rarely."""
+    """The modules of products for GPUs, imported where used: they take a quarter of all imports."""
     from pallas_kernels.gpu import grouped, int4
 
     return grouped, int4

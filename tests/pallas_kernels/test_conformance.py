@@ -95,7 +95,7 @@ SPLIT = [
 ]
 
 
-@over_subjects(SPLIT_NAMES, SPLIT, interpreted=1)
+@over_subjects(SPLIT_NAMES, SPLIT)
 def test_slots_of_blocks_in_several_parts(
     harness, subject, parts, windows, soft_cap, sinks, dtype, pool, heads, kv_heads, dim, alibi
 ):

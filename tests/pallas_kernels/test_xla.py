@@ -62,7 +62,9 @@ def opcodes(program) -> Counter:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "pool_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.long) for name in ("float32", "bfloat16"))]
+)
 def test_a_donated_pool_is_never_copied(pool_dtype):
     program, pools = compiled(pool_dtype, n_blocks=MANY_BLOCKS)
     leaves = jax.tree.leaves(pools)

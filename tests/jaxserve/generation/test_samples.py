@@ -157,6 +157,7 @@ def test_samples_go_to_one_replica(params) -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
 def test_copying_blocks_makes_nothing_of_the_pools_size(params) -> None:
     engine = make_engine(params)

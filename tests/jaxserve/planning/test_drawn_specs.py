@@ -47,7 +47,9 @@ def test_drawn_bytes_are_known_but_for_a_few():
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("parts", [("rows",), ("slots",), ("rows", "slots")])
+@pytest.mark.parametrize(
+    "parts", [*(pytest.param(part, marks=pytest.mark.long) for part in (("rows",), ("slots",))), ("rows", "slots")]
+)
 @pytest.mark.parametrize("seed", [marked(seed) for seed in range(20)])
 def test_pools_that_are_split_by_rows_or_slots_too(seed: int, parts: tuple[str, ...]) -> None:
     found = predictions.compare(seed, parts=parts)
