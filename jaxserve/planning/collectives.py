@@ -49,7 +49,7 @@ class _Step(NamedTuple):
 
 
 def predict(
-    stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology
+    stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology, bucket: int
 ) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
@@ -59,13 +59,14 @@ def predict(
     Args:
       parts: the stage's parameters by name.
       topology: with the stage's devices.
+      bucket: tokens of the largest bucket, whose program this is.
     """
     split_axes = {axis for part in parts.values() for axis in part.axes if part.split(axis)}
     undecided = split_axes & _UNDECIDED or stage.spec.gather
     if undecided and stage.mesh.size > 1:
         return None
     try:
-        found = _all(stage, parts, topology)
+        found = _all(stage, parts, topology, bucket)
     except _Unknown:
         return None
     return tuple(
@@ -86,7 +87,9 @@ def gathers(
     return tuple(found)
 
 
-def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology) -> Counter[_Exchange]:
+def _all(
+    stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology, bucket: int
+) -> Counter[_Exchange]:
     """The exchanges of one iteration, with their numbers. Raises _Unknown."""
 
     def over(*targets: Target) -> _Over:
@@ -114,8 +117,9 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: 
         if by_part:  # what each part of the pool's rows and slots gives is added up, to shares of heads if read so
             split, scattered = kv_cache.attended(stage.mesh, stage.spec, f"layers.{layer}.out.kernel")
             given, result = names(split[1]), heads // parts_of(by_head, stage.mesh.shape)
-            if scattered is not None and _stays_scattered(stage, topology, by_head, by_part, scattered):
-                each = result // parts_of(by_part, stage.mesh.shape)
+            each = result // parts_of(by_part, stage.mesh.shape)
+            of_part = (bucket, each // item) if scattered == 1 else (bucket * each // result, result // item)
+            if scattered is not None and _stays_scattered(stage, topology, by_part, of_part):
                 found[_Exchange("reduce-scatter", "layers.*.attend", each, by_part)] += 1
             else:
                 found[_Exchange("all-reduce", "layers.*.attend", result, by_part)] += 1
@@ -140,15 +144,15 @@ def _all(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: 
     return found
 
 
-def _stays_scattered(stage: StagePrograms, topology: Topology, by_head: _Over, by_part: _Over, axis: int) -> bool:
-    """Whether the compiler keeps the reduce-scatter of what parts of the pool give, [T, N, D].
+def _stays_scattered(stage: StagePrograms, topology: Topology, by_part: _Over, of_part: tuple[int, int]) -> bool:
+    """Whether the compiler keeps the reduce-scatter of what parts of the pool give.
 
     The one for TPUs makes an all-reduce and a slice of it in two cases (libtpu 0.0.42.1): over all devices of a slice
     that is a box of three dimensions or a square of more than two by two (but not of TPU7x), and where each device gets
-    8, 24, 40, ... heads of 16 bits. With tokens it may do so in small buckets, too, which is not foreseen.
+    up to four tokens, or no more than one tile of 8 x 128 numbers.
 
     Args:
-      axis: what is scattered: 0, tokens, or 1, heads.
+      of_part: what each device gets: (tokens, numbers for each of them).
 
     Raises:
       _Unknown: it is over all devices of a stage that has some of such a slice, whose place counts.
@@ -161,8 +165,8 @@ def _stays_scattered(stage: StagePrograms, topology: Topology, by_head: _Over, b
         if group < topology.num_devices:
             raise _Unknown
         return False
-    heads = stage.model.padded_config.num_heads // parts_of((*by_head, *by_part), stage.mesh.shape)
-    return axis == 0 or stage.shape.attention.dtype.itemsize != 2 or heads % 16 != 8
+    tokens, numbers = of_part
+    return tokens > 8 or (tokens > 4 and numbers > 128)
 
 
 def _tokens(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:

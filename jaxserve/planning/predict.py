@@ -251,7 +251,7 @@ def with_buckets(
     if topology is None:
         return unknown
     parts = list(zip(stages, parameters_of_stages(stages), strict=True))
-    loads = [_load(*each, topology) for each in parts]
+    loads = [_load(*each, topology, bucket_sizes(engine)[-1]) for each in parts]
     if any(load.collectives is None for load in loads):
         return unknown
     roofline = Roofline(loads, topology, dtype=str(parts[0][0].shape.attention.dtype))
@@ -298,13 +298,13 @@ def _stage(
         activations=activation_bytes(stage, parts, deployment.buckets[-1]),
         state=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state),
         parameters=grouped,
-        load=_load(stage, parts, deployment.topology),
+        load=_load(stage, parts, deployment.topology, deployment.buckets[-1]),
         activations_known=are_known(stage, parts),
     )
 
 
-def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology) -> StageLoad:
-    """The cost model's input from the stage's parameters."""
+def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology, bucket: int) -> StageLoad:
+    """The cost model's input from the stage's parameters, with the collectives of a bucket's program."""
     shape, config = stage.shape.attention, stage.model.config
     head = collectives.head_table(parts) if stage.is_last else None
     read = [*(part for part in parts.values() if not part.name.endswith(".table")), *([head] if head else [])]
@@ -332,7 +332,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology:
         row_ops=2 * math.prod(head.local) if head else 0,
         attention=tuple(attention),
         experts=experts if of_experts else None,
-        collectives=collectives.predict(stage, parts, topology),
+        collectives=collectives.predict(stage, parts, topology, bucket),
         head_bytes=head.nbytes if head else 0,
         row_parts=stage.shape.groups.parts,
         hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,

@@ -180,7 +180,11 @@ def make_attend(
             out = out.at[places].get(mode="fill", fill_value=0)  # [T, N, D]; other parts have its other tokens
         if scattered is None:
             return jax.lax.psum(out, parts), pool
-        return jax.lax.psum_scatter(out, parts, scatter_dimension=scattered, tiled=True), pool
+        # Parts get an axis of their own. TPUs make an all-reduce of a scatter that cuts within the tiles of an array.
+        count = kv_cache.row_parts(mesh, spec) * kv_cache.slot_parts(mesh, spec)
+        sizes = (count, len(out) // count, -1) if scattered == 0 else (len(out), count, -1)
+        share = jax.lax.psum_scatter(out.reshape(sizes), parts, scatter_dimension=scattered)
+        return share.reshape(len(share), -1, out.shape[-1]), pool
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, sinks: jax.Array | None = None) -> tuple[Any, Any]:
         def split_pool(axes: tuple[str | None, ...]) -> PartitionSpec:

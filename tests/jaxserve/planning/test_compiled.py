@@ -231,11 +231,14 @@ BY_TOKEN = {"activations": {"tokens": "attn"}}
 @pytest.mark.parametrize(
     ("heads", "part", "changed", "bucket"),
     [
-        (64, "rows", BY_HEAD, 32),  # 8 heads for each device, which TPUs do not scatter
+        (64, "rows", BY_HEAD, 32),  # 8 heads for each device
         pytest.param(96, "slots", BY_HEAD, 32, marks=pytest.mark.weekly),
-        pytest.param(128, "slots", BY_HEAD, 32, marks=pytest.mark.weekly),
+        pytest.param(8, "slots", BY_HEAD, 8, marks=pytest.mark.weekly),  # one tile for each device, in an all-reduce
+        (8, "rows", BY_TOKEN, 32),  # 4 heads of 8 tokens for each device
+        pytest.param(8, "rows", BY_TOKEN, 256, marks=pytest.mark.weekly),
         pytest.param(32, "slots", BY_TOKEN, 256, marks=pytest.mark.weekly),
-        pytest.param(32, "rows", BY_TOKEN, 32, marks=pytest.mark.weekly),
+        pytest.param(32, "rows", BY_TOKEN, 20, marks=pytest.mark.weekly),
+        pytest.param(32, "rows", BY_TOKEN, 16, marks=pytest.mark.weekly),  # 4 tokens each, in an all-reduce
     ],
 )
 def test_what_parts_of_a_pool_give_is_scattered_as_by_tpus(heads, part, changed, bucket):

@@ -241,14 +241,12 @@ def test_only_held_exchanges_of_tokens_are_known(entries, changed, topology):
         ("v6e:2x4", {"stage": 2, "attn": 4}, 8, "reduce-scatter"),
         ("v6e:4x4", {"stage": 2, "attn": 4, "tensor": 2}, 8, "reduce-scatter"),
         ("tpu7x:2x2x2", {"stage": 2, "attn": 8}, 8, "reduce-scatter"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, "all-reduce"),  # to 8 heads for each device
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 96, "reduce-scatter"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 128, "reduce-scatter"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 192, "all-reduce"),  # 24
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, "reduce-scatter"),  # to 8 heads for each device
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 192, "reduce-scatter"),  # 24
         ("h200:8", {"attn": 4, "tensor": 2}, 64, "reduce-scatter"),
     ],
 )
-def test_tpus_add_up_some_heads_in_all_reduces(topology, mesh, heads, kind):
+def test_tpus_scatter_heads_but_over_all_of_a_box(topology, mesh, heads, kind):
     (stage, *_) = _by_rows(topology, mesh, heads, {"parameters": {"layers.*.out.kernel": {"heads": _BY_HEAD}}}).stages
     if kind is None:
         assert stage.load.collectives is None
@@ -260,33 +258,39 @@ def test_tpus_add_up_some_heads_in_all_reduces(topology, mesh, heads, kind):
 
 
 @pytest.mark.parametrize(
-    ("topology", "mesh", "kind"),
-    [("v5p:2x2x2", {"attn": 8}, "all-reduce"), ("v6e:2x4", {"attn": 4, "tensor": 2}, "reduce-scatter")],
+    ("topology", "mesh", "heads", "bucket", "kind"),
+    [
+        ("v5p:2x2x2", {"attn": 8}, 64, 256, "all-reduce"),
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, 16, "all-reduce"),  # 4 tokens for each device
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, 20, "reduce-scatter"),
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 16, 32, "all-reduce"),  # 8 tokens of 128 numbers
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 18, 32, "reduce-scatter"),
+        ("v6e:2x4", {"attn": 4, "tensor": 2}, 16, 36, "reduce-scatter"),
+    ],
 )
-def test_tpus_scatter_tokens_but_over_all_of_a_box(topology, mesh, kind):
-    (stage,) = _by_rows(topology, mesh, 64, {"activations": {"tokens": "attn"}}).stages
+def test_tpus_scatter_tokens_but_few_of_them(topology, mesh, heads, bucket, kind):
+    (stage,) = _by_rows(topology, mesh, heads, {"activations": {"tokens": "attn"}}, bucket=bucket).stages
     assert [each.kind for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [kind]
 
 
-def test_tpus_scatter_eight_heads_of_float32():
+@pytest.mark.parametrize(("bucket", "kind"), [(8, "all-reduce"), (16, "reduce-scatter")])
+def test_tpus_scatter_heads_of_more_than_one_tile(bucket, kind):
     rules = {"parameters": {"layers.*.out.kernel": {"heads": _BY_HEAD}}}
-    (stage,) = _by_rows("v6e:2x4", {"attn": 4, "tensor": 2}, 64, rules, dtype="float32").stages
-    assert "reduce-scatter" in {each.kind for each in stage.load.collectives or ()}
+    (stage,) = _by_rows("v6e:2x4", {"attn": 4, "tensor": 2}, 64, rules, bucket=bucket).stages
+    assert [each.kind for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [kind]
 
 
 _BY_HEAD = ("tensor", "attn")  # the axes of heads and of rows
 
 
-def _by_rows(
-    topology: str, mesh: dict[str, int], heads: int, changed: dict[str, Any], *, dtype: str = "bfloat16"
-) -> Plan:
+def _by_rows(topology: str, mesh: dict[str, int], heads: int, changed: dict[str, Any], *, bucket: int = 16) -> Plan:
     """A plan of LLaMA with heads of 16 numbers and the pool's rows over "attn"."""
     axes = mesh if "tensor" in mesh else mesh | {"tensor": 1}
     base = specs.default("llama")
     spec = replace(base, rules=dict.fromkeys(base.rules) | {"heads": "tensor"}, pool={"rows": "attn"}, **changed)
     entries = LLAMA | {"num_attention_heads": heads, "head_dim": 16}
-    sizes = {"mesh": ",".join(f"{axis}={size}" for axis, size in axes.items()), "slots": 2**17, "buckets": (16,)}
-    return predict(question(entries, spec, topology, dtype=dtype, max_rows=16, **sizes))
+    sizes = {"mesh": ",".join(f"{axis}={size}" for axis, size in axes.items()), "slots": 2**17, "buckets": (bucket,)}
+    return predict(question(entries, spec, topology, dtype="bfloat16", max_rows=min(bucket, 16), **sizes))
 
 
 @pytest.mark.parametrize(
