@@ -22,6 +22,8 @@ from jaxserve.planning.calibration import Fit, fit_of
 from sharding import axes
 from sharding.devices import Topology
 
+_MOST_FIXED = 4096  # sizes of iterations of which a roofline keeps what does not change
+
 
 class Collective(NamedTuple):
     """An exchange among devices of a matmul's or lookup's partial results, or an array's parts.
@@ -163,6 +165,27 @@ class Seconds(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
+class _FixedWork(NamedTuple):
+    """What a stage does in all iterations of as many tokens and rows, whatever their positions.
+
+    Attributes:
+      ops / read: operations and bytes, without attention and experts.
+      share: of the attention, what the busiest device has.
+      attention: (index of the window, operations of a slot, bytes of a slot) of each kind.
+      experts: operations and bytes of experts, if there are any.
+      waited: seconds over links; of these `hidden` may overlap with other work.
+    """
+
+    ops: float
+    read: float
+    share: float
+    attention: list[tuple[int, float, int]]
+    experts: tuple[float, float] | None
+    waited: float
+    hidden: float
+    overhead: float
+
+
 class Parts(NamedTuple):
     """The seconds of one stage by what it does; sampling is not predicted.
 
@@ -225,7 +248,14 @@ class Roofline:
         self.fit = fit or fit_of(topology.device)
         self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
         self._windows = list({each.window for load in loads for each in load.attention})
-        self._flops = topology.device.flops[dtype]
+        device = topology.device
+        self._speeds = (
+            device.flops[dtype],
+            device.bandwidth,
+            self.fit.efficiency,
+            self.fit.of_links,
+            self.fit.overlapped,
+        )
         # By stage: its load; seconds over links of a step, a token, a row and a token's hop; its overhead; (index of
         # the window, operations of a slot, bytes of a slot) of each kind of its attention.
         self._parts: list[tuple[StageLoad, tuple[float, ...], float, list[tuple[int, float, int]]]] = []
@@ -249,6 +279,9 @@ class Roofline:
             overhead = load.layers * self.fit.layer_seconds + starts * self.fit.collective_seconds
             attention = [(self._windows.index(each.window), each.slot_ops, each.slot_bytes) for each in load.attention]
             self._parts.append((load, links, overhead, attention))
+        overlap = self.fit.overlapped or any(load.overlapped for load in loads)
+        self._is_plain = not overlap and self._windows == [None] and all(load.experts is None for load in loads)
+        self._fixed: dict[tuple[int, int, int], list[_FixedWork]] = {}  # see `_fix`
 
     def __call__(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
@@ -265,10 +298,26 @@ class Roofline:
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
     ) -> list[float]:
         """An iteration's seconds by stage, all causes together. Arguments as of `__call__`."""
-        return [
-            compute + memory + links + overhead
-            for compute, memory, links, overhead in self._stages(chunks, bucket, decodes)
-        ]
+        if not self._is_plain:
+            return [
+                compute + memory + links + overhead
+                for compute, memory, links, overhead in self._stages(chunks, bucket, decodes)
+            ]
+        # As `_stages`, in less time: simulations ask for millions.
+        rows, starts = decodes
+        tokens, slots, found = rows, starts + rows, []
+        pairs = slots
+        for start, length in chunks:
+            end = start + length
+            tokens, slots = tokens + length, slots + end
+            pairs += end if length == 1 else (end * (end + 1) - start * (start + 1)) // 2
+        size = tokens, max(tokens, bucket), rows + len(chunks)
+        flops, bandwidth, efficiency, of_links, _ = self._speeds
+        for ops, read, share, attention, _, waited, _, overhead in self._fixed.get(size) or self._fix(size):
+            for _, slot_ops, slot_bytes in attention:
+                ops, read = ops + slot_ops * pairs * share, read + slot_bytes * slots * share
+            found.append(ops / flops / efficiency + read / bandwidth / efficiency + waited / of_links + overhead)
+        return found
 
     def _stages(
         self, chunks: Sequence[tuple[int, int]], bucket: int, decodes: tuple[int, int]
@@ -283,26 +332,47 @@ class Roofline:
             rows += len(chunks)
         else:
             attended = [(ends, ends)] * len(self._windows)
-        padded = max(tokens, bucket)
-        fit, flops, bandwidth, stages = self.fit, self._flops, self._device.bandwidth, []
-        efficiency, of_links = fit.efficiency, fit.of_links
-        for load, (by_step, by_token, by_row, by_hop), overhead, attention in self._parts:
-            ops, read = load.token_ops * padded + load.row_ops * rows, float(load.weight_bytes)
-            share = 1 if load.row_parts == 1 else -(-rows // load.row_parts) / max(rows, 1)
+        size = tokens, max(tokens, bucket), rows
+        fixed = self._fixed.get(size) or self._fix(size)
+        flops, bandwidth, efficiency, of_links, overlapped = self._speeds
+        stages = []
+        for ops, read, share, attention, experts, waited, hidden, overhead in fixed:
             for window, slot_ops, slot_bytes in attention:
                 slots, pairs = attended[window]
                 ops, read = ops + slot_ops * pairs * share, read + slot_bytes * slots * share
-            if (experts := load.experts) is not None:  # padding has none
-                ops, read = ops + experts.ops(tokens, padded), read + experts.read(tokens)
+            if experts is not None:
+                ops, read = ops + experts[0], read + experts[1]
             compute, memory = ops / flops / efficiency, read / bandwidth / efficiency
-            if fit.overlapped:
+            if overlapped:
                 compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
-            sent = by_step + by_token * padded + by_row * rows
-            waited = by_hop * padded + sent
-            if load.overlapped:
-                waited -= min(load.overlapped * sent, (compute + memory) * of_links)
+            if hidden:
+                waited -= min(hidden, (compute + memory) * of_links)
             stages.append((compute, memory, waited / of_links, overhead))
         return stages
+
+    def _fix(self, size: tuple[int, int, int]) -> list[_FixedWork]:
+        """What iterations with these tokens, as many with padding, and rows have in common."""
+        tokens, padded, rows = size
+        fixed = []
+        for load, (by_step, by_token, by_row, by_hop), overhead, attention in self._parts:
+            sent = by_step + by_token * padded + by_row * rows
+            experts = load.experts  # padding has none
+            fixed.append(
+                _FixedWork(
+                    ops=load.token_ops * padded + load.row_ops * rows,
+                    read=float(load.weight_bytes),
+                    share=1 if load.row_parts == 1 else -(-rows // load.row_parts) / max(rows, 1),
+                    attention=attention,
+                    experts=None if experts is None else (experts.ops(tokens, padded), experts.read(tokens)),
+                    waited=by_hop * padded + sent,
+                    hidden=load.overlapped * sent,
+                    overhead=overhead,
+                )
+            )
+        if len(self._fixed) == _MOST_FIXED:
+            self._fixed.clear()
+        self._fixed[size] = fixed
+        return fixed
 
     def parts(self, chunks: Sequence[tuple[int, int]], bucket: int = 0) -> list[Parts]:
         """An iteration's seconds by cause and stage; they add up to the total unless causes overlap.

@@ -21,6 +21,7 @@ class BlockPool:
 
     Attributes:
       n_blocks: number of blocks.
+      num_available: blocks that no request holds.
       listeners: are told of changes to the prefix cache.
       host / group: where evicted blocks are kept, if they are, and as which group's.
       find: the block with a digest, if there is one. Any thread may call it.
@@ -32,7 +33,7 @@ class BlockPool:
           first_block: number of its first block.
         """
         end = first_block + n_blocks
-        self.n_blocks = n_blocks
+        self.n_blocks = self.num_available = n_blocks
         self.listeners: list[BlockListener] = []
         self.host: HostCache | None = None
         self.group = 0
@@ -42,11 +43,6 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self.find: Callable[[bytes], int | None] = self._block_of.get  # without a call of ours for each block
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by no request; LRU first
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that no request holds."""
-        return len(self._free) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
@@ -70,6 +66,7 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Take available blocks, each held once; evict cached ones where there are no others."""
         free, references = self._free, self._references
+        self.num_available -= count
         if count == 1 and free:
             block = free.pop()
             references[block] = 1
@@ -109,20 +106,23 @@ class BlockPool:
                 continue
             if self._references[block] == 0:
                 del self._idle[block]
+                self.num_available -= 1
             self._references[block] += 1
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Hold blocks once less."""
-        references, digest_of = self._references, self._digest_of
+        references, digest_of, idle, dropped = self._references, self._digest_of, self._idle, 0
         for block in blocks:
             if block == NO_BLOCK:
                 continue
             references[block] -= 1
             if references[block] == 0:
+                dropped += 1
                 if digest_of[block] is None:
                     self._free.append(block)
                 else:
-                    self._idle[block] = None
+                    idle[block] = None
+        self.num_available += dropped
 
     def publish(self, allocation: BlockAllocation, first: int, last: int) -> None:
         """Let these full blocks of an allocation, but not the last, be found by their digests."""
@@ -133,9 +133,9 @@ class BlockPool:
             if block != NO_BLOCK and digest not in block_of and digest_of[block] is None:
                 block_of[digest] = block
                 digest_of[block] = digest
-                if not self.is_on_host(digest):
-                    stored.append(index)
-        self._tell_stored(allocation, stored)
+                stored.append(index)
+        if self.listeners:
+            self._tell_stored(allocation, [index for index in stored if not self.is_on_host(allocation.digest(index))])
 
     def _tell_stored(self, allocation: BlockAllocation, places: list[int]) -> None:
         if places:

@@ -44,6 +44,10 @@ class PlanBuilder:
         self.states.append(state)
         self.chunks.append(chunk)
 
+    def admit(self, state: RequestState) -> None:
+        """Let a request begin that has its row and its first blocks."""
+        self.admissions.append(state.admission())
+
     def change_table(self, state: RequestState, index: int) -> None:
         """Write a row's blocks from `index` on into its block table."""
         row, new, column = state.row, tuple.__new__, index * (1 + len(state.allocation.others))

@@ -8,6 +8,13 @@ from struct import unpack_from
 from typing import Any
 
 
+def _salted(salt: str) -> Any:
+    return hashlib.sha256(hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest())
+
+
+_UNSALTED = _salted("")
+
+
 class PrefixDigests:
     """A full block's digest: the SHA-256 of the request's salt and all tokens to its end.
 
@@ -37,8 +44,12 @@ class PrefixDigests:
             content.fromlist(tokens[len(content) :] if content else tokens)
         if self._hash is None:
             # A digest has a fixed length, so a salt cannot be taken for tokens.
-            self._hash = hashlib.sha256(hashlib.sha256(self._salt.encode("utf-8", "surrogatepass")).digest())
+            self._hash = _salted(self._salt) if self._salt else _UNSALTED.copy()
             self._hash.update(content[: start * block_size])
+        if blocks == start + 1:
+            self._hash.update(content[start * block_size : blocks * block_size])
+            self.known.append(self._hash.digest())
+            return self.known
         digest, size = self._hash.digest, 4 * block_size
         parts = unpack_from(f"{size}s" * (blocks - start), content, start * size)
         self.known += [digest() for _ in map(self._hash.update, parts)]

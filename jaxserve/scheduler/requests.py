@@ -71,7 +71,7 @@ class RequestTable:
     @property
     def num_running(self) -> int:
         """Requests with work in the batch or a last token in flight."""
-        return len(self.running) + self.num_counted + self.finishing.total()
+        return len(self.running) + self.num_counted + sum(self.finishing.values())
 
     def add(self, state: RequestState) -> None:
         """Add a new request to the waiting queue."""

@@ -179,7 +179,7 @@ class Scheduler:
         plan = self._new_plan()
         may_admit = self._gather_running(plan, budget)
         budget = self.policy.prompt_budget(self.requests, plan, budget)
-        if may_admit:
+        if may_admit and self.requests.waiting:
             self._admit(plan, budget)
         decodes = plan.decodes
         if not decodes and not plan.prompts:
@@ -319,7 +319,7 @@ class Scheduler:
             if state.phase == Phase.WAITING:
                 self._begin(plan, state)
             self._extend(plan, state, start + length)
-            chunk = Chunk(state.row, start, length, start + length == state.length)
+            chunk = tuple.__new__(Chunk, (state.row, start, length, start + length == state.length))
             if length == 1:  # attention expects all chunks of one token first
                 plan.add(state, chunk)
             else:
@@ -332,7 +332,7 @@ class Scheduler:
         self.requests.begin(state)
         if state.allocation.copied is not None:
             plan.copies += [BlockCopy(*each.copied) for each in state.allocation.groups if each.copied is not None]
-        plan.admissions.append(state.admission())
+        plan.admit(state)
 
     def _launch(self, builder: PlanBuilder, bucket: int) -> IterationPlan:
         """Build the plan and count it as in flight."""
@@ -340,7 +340,8 @@ class Scheduler:
         flat = 0
         scores: dict[int, ScoredRange] = {}
         pooled: dict[int, int] = {}
-        self.requests.waiting.charge_samples(builder.states, builder.chunks)
+        if self.requests.waiting.is_shared:
+            self.requests.waiting.charge_samples(builder.states, builder.chunks)
         constrained = None if self._fixed_chunk is None else SamplerVariant.CONSTRAINED
         for index, (state, (_, start, length, samples)) in enumerate(zip(builder.states, builder.chunks, strict=True)):
             state.in_flight += 1
@@ -365,9 +366,8 @@ class Scheduler:
             chunks = zip(reversed(builder.states), reversed(builder.chunks), strict=True)  # the longer ones are last
             self._to_trim = [state for state, _ in takewhile(lambda each: each[1].length > 1, chunks)]
         plan = builder.build(self._sequence, bucket, sampler, scoring=bool(scores))
-        self._in_flight.append(
-            PlanInFlight(self._sequence, builder.states, scores, pooled, bool(builder.drafts), set())
-        )
+        entry = self._sequence, builder.states, scores, pooled, bool(builder.drafts), set()
+        self._in_flight.append(tuple.__new__(PlanInFlight, entry))
         self._sequence += 1
         return plan
 

@@ -109,6 +109,11 @@ class SlotPool:
         """Slots in blocks that a request holds, without those only set aside."""
         return (self.n_blocks - self.blocks.num_available) * self.block_size
 
+    @property
+    def num_unpromised(self) -> int:
+        """Blocks that no request holds and that are set aside for none."""
+        return self.blocks.num_available - self._set_aside
+
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens need; the last one may be filled in part."""
         return -(-length // self.block_size)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import routing
@@ -13,6 +15,7 @@ from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.state import allocation_of
 from jaxserve.simulate.outcome import Outcome, OutcomeTable, TableOutcome
 from jaxserve.simulate.virtual_clock import Arrival, SimulatedReplica
+from jaxserve.simulate.workload import DrawnPrompt
 
 
 class Scaling(Protocol):
@@ -62,6 +65,11 @@ def serve_into(
     _serve(incoming, replicas, lambda each: TableOutcome(table, table.add(each.time, len(each.prompt))), scaling)
 
 
+def _ids(prompt: np.ndarray | DrawnPrompt) -> tuple[int, ...]:
+    """The token ids of a prompt."""
+    return prompt.ids() if isinstance(prompt, DrawnPrompt) else tuple(prompt.tolist())
+
+
 def _serve(
     incoming: Sequence[Arrival],
     replicas: Sequence[SimulatedReplica],
@@ -86,7 +94,7 @@ def _serve(
             sampling[kind] = limit
         request = Request(
             request_id=str(index),
-            prompt=tuple(arrival.prompt.tolist()) if tokens_matter else (0,) * len(arrival.prompt),
+            prompt=_ids(arrival.prompt) if tokens_matter else (0,) * len(arrival.prompt),
             sampling=limit,
             priority=arrival.priority,
             arrival=arrival.time,

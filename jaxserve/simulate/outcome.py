@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import floor, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +126,7 @@ class GapCounts:
     _CLASSES = 512  # for a factor of two
 
     def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
         self.last, self.run = 0.0, 0
 
     def count(self, gap: float) -> None:
@@ -138,14 +137,15 @@ class GapCounts:
 
     def add(self, gap: float, count: int) -> None:
         """Count a gap several times."""
-        self._counts[math.floor(self._CLASSES * math.log2(gap)) if gap > 0 else -(1 << 62)] += count
+        kind = floor(self._CLASSES * log2(gap)) if gap > 0 else -(1 << 62)
+        self._counts[kind] = self._counts.get(kind, 0) + count
 
     def percentile(self, percent: float) -> float | None:
         """The gap, in seconds, that this share does not exceed; None if there is no gap."""
         if self.run:
             self.add(self.last, self.run)
             self.run = 0
-        left = percent / 100 * self._counts.total()
+        left = percent / 100 * sum(self._counts.values())
         for each in sorted(self._counts):
             left -= self._counts[each]
             if left <= 0:

@@ -27,7 +27,7 @@ class SimulatedOutputs(OutputProcessor):
     ) -> None:
         """Takes `OutputProcessor`'s arguments, and live requests' events, which are made once."""
         assert not drafts
-        self._events, self._tokens, self._eos, self._entry = events, result.tokens.tolist(), eos_token_ids, 0
+        self._events, self._tokens, self._eos, self._entry = events, result.tokens, eos_token_ids, 0
 
     def skip(self, chunk: Chunk) -> None:
         """Skip a chunk whose request has ended."""
@@ -42,7 +42,7 @@ class SimulatedOutputs(OutputProcessor):
         self._entry = entry + 1
         if not samples:
             return None, start + length, 0
-        token, tokens = self._tokens[entry], state.tokens
+        token, tokens = int(self._tokens[entry]), state.tokens
         tokens.append(token)
         if token or len(tokens) == state.limit:
             reason = state.finish_reason(token, self._eos)

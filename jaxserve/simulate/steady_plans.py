@@ -81,6 +81,19 @@ class SteadyPlanBuilder(PlanBuilder):
         assert window is None
         return self.starts + self.steady + super().slots_read(window)
 
+    def admit(self, state: RequestState) -> None:
+        """Let a request begin. Nobody reads the tokens of a simulation."""
+        self.admissions.append(
+            Admission(
+                row=state.row,
+                request_id=state.name,
+                tokens=(),
+                prompt_length=len(state.request.prompt),
+                blocks=tuple(state.allocation.entries()),
+                sampling=state.request.sampling,
+            )
+        )
+
     def change_table(self, state: RequestState, index: int) -> None:
         """Nobody reads the block tables of a simulation."""
 

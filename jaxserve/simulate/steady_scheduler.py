@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.iteration import Chunk, IterationPlan, IterationResult
@@ -23,6 +24,7 @@ from jaxserve.scheduler.state import Phase, RequestState
 from jaxserve.simulate.steady_plans import SteadyGroup, SteadyPlan, SteadyPlanBuilder, SteadyRow, add_row
 
 _by_key = attrgetter("key")
+_NOTHING, _NONE = MappingProxyType({}), frozenset()  # scores and so on of a plan of steady rows alone
 _LEAST = 3  # plans that a row must be steady for; for fewer it costs more to count it than to list it
 
 
@@ -44,6 +46,7 @@ class SteadyScheduler(Scheduler):
     With several stages the rows of a batch are in every plan of their group.
 
     Attributes:
+      now: when the plan that is completed next lands.
       last_of: the position of the last token that a request will have, by its id.
       advanced: called with a request's id and the times at which it got a token each while it was steady.
     """
@@ -53,9 +56,11 @@ class SteadyScheduler(Scheduler):
         super().__init__(*args, **settings)
         self.last_of: Callable[[str], int] = {}.__getitem__
         self.advanced: Callable[[str, array[float]], None] = lambda name, times: None
+        self.now = 0.0
         self._steady: dict[str, SteadyRow] = {}
         self._groups = [SteadyGroup()]
         self._plans: deque[SteadyPlan] = deque()  # in flight
+        self._buckets: dict[tuple[int, int], int] = {}  # of plans of steady rows alone, by rows and budget
         self._can_count = type(self.pool) is SlotPool and self._fixed_chunk is None and self.drafting is None
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -68,17 +73,19 @@ class SteadyScheduler(Scheduler):
         """The next plan (see `Scheduler.schedule`)."""
         if not self._steady or len(self._in_flight) >= self._most_in_flight:
             return super().schedule()
-        group, running = self._next_group(), self.requests.running
-        number = group.launched
+        group, requests = self._next_group() if self._exclusive else self._groups[0], self.requests
+        number, running = group.launched, requests.running
         if number in group.listing:
             for row in self._still_steady(group.listing, number):
                 self._list(row)
-        if (
-            len(self.requests.live) == len(self._steady)
-            and 0 < len(group.rows) <= (budget := self.policy.decode_budget(self.requests))
-            and self._has_blocks(len(group.rows))
-        ):
-            return self._launch_steady(group, budget)
+        rows = len(group.rows)
+        if len(requests.live) == len(self._steady) and rows and not requests.waiting.is_shared:
+            grows = number in group.growing
+            budget = self.policy.decode_budget(requests)
+            if rows <= budget and (not grows or self._has_blocks(len(group.growing[number]))):
+                if grows:
+                    self._grow(group)
+                return self._launch_steady(group, rows, budget)
         if number in group.ending and any(state.length - state.computed < 2 for state in running):
             for row in self._still_steady(group.ending, number):  # rows end in the order of their keys
                 self._list(row)
@@ -103,15 +110,17 @@ class SteadyScheduler(Scheduler):
             elif row is not None:
                 self._list(row)
 
-    def _launch_steady(self, group: SteadyGroup, budget: int) -> SteadyPlan:
+    def _launch_steady(self, group: SteadyGroup, rows: int, budget: int) -> SteadyPlan:
         """A plan of steady rows alone, as `Scheduler.schedule` makes where all requests are steady."""
-        steady = len(group.rows)
-        if group.launched in group.growing:
-            self._grow(group)
-        plan = SteadyPlan(group, self._sequence, self._ladder.pick(steady, 0, budget, steady))
-        self._in_flight.append(PlanInFlight(self._sequence, [], {}, {}, False, set()))
-        self._sequence += 1
-        self._count_plan(plan)
+        sequence, number, bucket = self._sequence, group.launched, self._buckets.get((rows, budget))
+        if bucket is None:
+            bucket = self._buckets[rows, budget] = self._ladder.pick(rows, 0, budget, rows)
+        plan = SteadyPlan(group, sequence, bucket)
+        self._in_flight.append(tuple.__new__(PlanInFlight, (sequence, [], _NOTHING, _NOTHING, False, _NONE)))
+        self._plans.append(plan)
+        self._sequence, group.launched = sequence + 1, number + 1
+        if number in group.ending:
+            self._finish_rows(group.ending[number])
         return plan
 
     def _count_plan(self, plan: SteadyPlan) -> None:
@@ -119,7 +128,12 @@ class SteadyScheduler(Scheduler):
         group = plan.group
         self._plans.append(plan)
         group.launched += 1
-        for row in group.ending.get(plan.number, ()):
+        if plan.number in group.ending:
+            self._finish_rows(group.ending[plan.number])
+
+    def _finish_rows(self, rows: list[SteadyRow]) -> None:
+        """Note that the last plan of these rows is launched."""
+        for row in rows:
             state = row.state
             if self._steady.get(state.name) is row:
                 self._leave(row)
@@ -144,9 +158,7 @@ class SteadyScheduler(Scheduler):
         return events
 
     def _next_group(self) -> SteadyGroup:
-        """The next plan's group, of which there is one; free rows of others join it when listed."""
-        if not self._exclusive:
-            return self._groups[0]
+        """The next plan's group, with several stages; free rows of other groups join it when listed."""
         free = [group for group in self._groups if group.launched == len(group.landed)]
         if len(free) == 1:
             return free[0]
@@ -160,18 +172,15 @@ class SteadyScheduler(Scheduler):
             self._groups.remove(group)
         return free[0]
 
-    def landing(self, plan: SteadyPlan, now: float) -> None:
-        """The oldest plan in flight lands now. It is completed next."""
-        oldest = self._plans.popleft()
-        assert plan is oldest, f"plan {plan.sequence} landed before {oldest.sequence}"
-        plan.group.landed.append(now)
-
     def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
         """Apply a result (see `Scheduler.complete`). It completes blocks of steady rows too."""
         assert isinstance(plan, SteadyPlan)
-        if plan.number in plan.group.publishing:
+        oldest, group, number = self._plans.popleft(), plan.group, plan.number
+        assert plan is oldest, f"plan {plan.sequence} landed before {oldest.sequence}"
+        group.landed.append(self.now)
+        if number in group.publishing:
             self._publish(plan)
-        ended = self._end_rows(plan) if plan.number in plan.group.ending else []
+        ended = self._end_rows(plan) if number in group.ending else []
         if not plan.chunks:
             self._in_flight.popleft()
             return ended
@@ -184,10 +193,10 @@ class SteadyScheduler(Scheduler):
         due = [(row.state, row.base + plan.number + 1) for row in rows]
         for state, computed in due:
             state.tokens += [0] * (computed - len(state.tokens))
-        listed = self._in_flight[0].states[: plan.listed] if plan.listed else ()
-        for state, chunk in zip(listed, plan.chunks, strict=False):
-            if state.phase is not Phase.ENDED and chunk.start + 1 >= state.allocation.publish_at:
-                due.append((state, chunk.start + 1))
+        if plan.listed:
+            for state, chunk in zip(self._in_flight[0].states[: plan.listed], plan.chunks, strict=False):
+                if state.phase is not Phase.ENDED and chunk.start + 1 >= state.allocation.publish_at:
+                    due.append((state, chunk.start + 1))
         for state, computed in sorted(due, key=_key_of_state) if len(due) > 1 else due:
             self.pool.publish(state.allocation, computed)
         for row in rows:
@@ -197,7 +206,8 @@ class SteadyScheduler(Scheduler):
         """Take the rows of a plan that have not been listed meanwhile."""
         if plan not in rows:
             return []
-        return [row for row in rows.pop(plan) if self._steady.get(row.state.name) is row]
+        steady = self._steady
+        return [row for row in rows.pop(plan) if steady.get(row.state.name) is row]
 
     def _may_count(self, group: SteadyGroup, blocks: int) -> bool:
         """Whether the next plan takes every decode and needs no more blocks than there are.
@@ -212,7 +222,8 @@ class SteadyScheduler(Scheduler):
         pool = self.pool
         if not self._can_count or self.requests.waiting.is_shared:
             return False
-        return pool.policy == "reserve" or pool.n_slots - pool.slots_used >= blocks * pool.block_size
+        assert isinstance(pool, SlotPool)
+        return pool.policy == "reserve" or pool.num_unpromised >= blocks
 
     def _has_places(self, group: SteadyGroup) -> bool:
         """Whether a group's next plan takes every decode."""
@@ -229,12 +240,16 @@ class SteadyScheduler(Scheduler):
         return [state for state in running if not state.in_flight] if self._exclusive else running
 
     def _new_plan(self) -> PlanBuilder:
-        return SteadyPlanBuilder(self._next_group())
+        return SteadyPlanBuilder(self._next_group() if self._exclusive else self._groups[0])
 
     def _gather_running(self, plan: PlanBuilder, budget: int) -> bool:
         assert isinstance(plan, SteadyPlanBuilder)
-        self._grow(plan.group)
-        self.requests.counted_slots = sum([each.bases + len(each.rows) * (each.launched + 1) for each in self._groups])
+        group = plan.group
+        if group.launched in group.growing:
+            self._grow(group)
+        if self._exclusive:  # otherwise nobody reads it
+            slots = [each.bases + len(each.rows) * (each.launched + 1) for each in self._groups]
+            self.requests.counted_slots = sum(slots)
         may_admit = super()._gather_running(plan, budget - plan.steady)
         plan.listed = len(plan.states)
         return may_admit
@@ -243,7 +258,8 @@ class SteadyScheduler(Scheduler):
         """Gives blocks to steady rows that need one in a group's next plan; there are enough."""
         for row in self._still_steady(group.growing, group.launched):
             allocation = row.state.allocation
-            self.fetches.cancel_for(allocation, allocation.capacity + 1)
+            if self.requests.fetching:
+                self.fetches.cancel_for(allocation, allocation.capacity + 1)
             self.pool.extend(allocation, allocation.capacity + 1)
             add_row(group.growing, group.launched + self.pool.block_size, row)
 
@@ -254,8 +270,8 @@ class SteadyScheduler(Scheduler):
         self._count_plan(plan)
         if not plan.chunks:
             return plan
-        sampled = (state for state, chunk in zip(builder.states, builder.chunks, strict=True) if chunk.samples)
-        states = [state for state in sampled if self._lasts(state)]
+        entries = zip(builder.states, builder.chunks, strict=True)
+        states = [state for state, (_, _, _, samples) in entries if samples and self._lasts(state)]
         if states and self._may_count(group, self._max_rows // 4):
             for state in states:
                 self._count(state, group)

@@ -183,13 +183,13 @@ class SimulationResult:
         Args:
           sampled: whether it adds to `series`.
         """
-        before, count, every = 0.0, 0, 1
+        before, count, every, sizes = 0.0, 0, 1, self.sizes
 
         def launched(plan: IterationPlan, landing: float) -> None:
             nonlocal before, count, every
-            tokens, rows, held, promised = plan.num_tokens, plan.num_rows, pool.slots_held, pool.slots_used
-            self.sizes[tokens] += 1
-            if rows > self.rows:
+            tokens, held, promised = plan.num_tokens, pool.slots_held, pool.slots_used
+            sizes[tokens] += 1
+            if tokens > self.rows and (rows := plan.num_rows) > self.rows:  # there are no more rows than tokens
                 self.rows = rows
             self.padded += plan.bucket
             self.carried += tokens

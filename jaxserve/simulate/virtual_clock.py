@@ -238,41 +238,52 @@ class SimulatedReplica:
 
     def outstanding_tokens(self, now: float) -> int:
         """Outstanding tokens of the live requests, as known at this time."""
-        while self._settled and self._settled[0][0] <= now:
-            self._outstanding -= self._settled.popleft()[1]
+        settled, tokens = self._settled, 0
+        while settled and settled[0][0] <= now:
+            tokens += settled.popleft()[1]
+        self._outstanding -= tokens
         return self._outstanding
 
     def advance(self, until: float) -> None:
         """Run the loop's steps that begin before `until`. All arrivals up to it must be submitted."""
-        launched, copies, host, in_flight = self._launched, self._copies, self._host, self._in_flight
+        launched, copies, in_flight, settled = self._launched, self._copies, self._in_flight, self._settled
         launch, watch, complete = self._device.launch, self._watch, self.scheduler.complete
-        schedule = self.scheduler.schedule if self.scheduler.pool.host is None else self._schedule
-        while self._now < until:
+        has_host = self.scheduler.pool.host is not None
+        schedule = self._schedule if has_host else self.scheduler.schedule
+        to_launch, to_complete, polls = self._host
+        gaps, counting = self.gaps, self.scheduler if isinstance(self.scheduler, SteadyScheduler) else None
+        now = self._now
+        while now < until:
             if self.submitted:
                 self._admit_submitted()
-            if copies.is_loading:
-                for load in copies.landed(self._now):
+            if has_host:
+                for load in copies.landed(now):
                     self.scheduler.fetches.landed(load, intact=True)
             while len(launched) < in_flight and (plan := schedule()) is not None:
-                self._now += host.launch
-                landing = launch(plan, self._now)
+                self._now = now = now + to_launch
+                landing = launch(plan, now)
                 launched.append((plan, landing))
                 if watch is not None:
                     watch(plan, landing)
             if not launched:
                 if not copies.is_loading:
                     return
-                self._now = max(self._now, copies.next)
+                self._now = now = max(now, copies.next)
                 continue
-            landing = launched[0][1]
-            if host.polls and len(launched) < in_flight and self._now < until < landing:
+            plan, landing = launched[0]
+            if polls and len(launched) < in_flight and now < until < landing:
                 return
-            plan, _ = launched.popleft()
-            self._now = max(self._now, landing) + host.complete
-            steady = self._land(plan) if isinstance(plan, SteadyPlan) else 0
-            if events := complete(plan, self._answer(plan)):
-                steady += self._deliver(events)
-            self._settled.append((self._now, steady))
+            launched.popleft()
+            self._now = now = (landing if landing > now else now) + to_complete
+            tokens = 0
+            if counting is not None:
+                assert isinstance(plan, SteadyPlan)
+                counting.now, tokens = now, plan.steady
+                if tokens and gaps is not None:
+                    gaps.add(now - plan.group.landed[-1], tokens)
+            if events := complete(plan, self._answer(plan) if plan.chunks else _NOTHING):
+                tokens += self._deliver(events)
+            settled.append((now, tokens))
 
     def _schedule(self) -> IterationPlan | None:
         """The next plan; copies from and to the host begin before it."""
@@ -296,8 +307,6 @@ class SimulatedReplica:
     def _answer(self, plan: IterationPlan) -> IterationResult:
         """The result that the device will return."""
         count = len(plan.chunks)
-        if not count:
-            return _NOTHING
         for admission in plan.admissions:
             self._last[admission.row] = self._alive[admission.request_id].last
         if self._early:
@@ -308,14 +317,6 @@ class SimulatedReplica:
             zeros = np.zeros(count, np.int32)
             self._results[count] = IterationResult(tokens=zeros, logprobs=zeros.astype(np.float32))
         return self._results[count]
-
-    def _land(self, plan: SteadyPlan) -> int:
-        """Note the time when a plan's tokens come. Returns how many rows are only counted."""
-        assert isinstance(self.scheduler, SteadyScheduler)
-        self.scheduler.landing(plan, self._now)
-        if plan.steady and self.gaps is not None:
-            self.gaps.add(self._now - plan.group.landed[-2], plan.steady)
-        return plan.steady
 
     def _advanced(self, name: str, times: array[float]) -> None:
         self._alive[name].outcome.advance(times)

@@ -58,11 +58,15 @@ class DrawnPrompt:
     def _key(self) -> str:
         return f"{self.seed} {self.number} {self.shift}"
 
-    def tolist(self) -> list[int]:
+    def ids(self) -> tuple[int, ...]:
         """The token ids as Python's integers."""
         if self.vocab_size == 256 and not self.blocks:
-            return list(_drawn_bytes(self._key, self.length))
-        return self.tokens().tolist()
+            return tuple(_drawn_bytes(self._key, self.length))
+        return tuple(self.tokens().tolist())
+
+    def tolist(self) -> list[int]:
+        """The token ids as a list."""
+        return list(self.ids())
 
     def shifted(self, by: int) -> DrawnPrompt:
         """The prompt with other token ids; equal prefixes stay equal."""

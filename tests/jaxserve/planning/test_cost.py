@@ -117,6 +117,22 @@ def test_what_is_sent_under_compute_is_not_waited_for():
     assert replace(plan, overlapped=(1.0, 1.0)).roofline(bucket=plan.buckets[0].tokens)(chunks) == before
 
 
+@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b"])
+def test_the_quick_sum_is_the_sum_of_all_causes(model, monkeypatch):
+    """With and without windows and experts, and of more sizes than are kept."""
+    monkeypatch.setattr(cost, "_MOST_FIXED", 20)
+    plan, draw = predict(named(model, "h100:4x2", tensor=4, stages=2, max_rows=32)), np.random.default_rng(0)
+    roofline = plan.roofline()
+    for _ in range(60):
+        chunks = [(int(draw.integers(9000)), int(draw.choice([1, 1, 300]))) for _ in range(draw.integers(9))]
+        rows, start, bucket = int(draw.integers(1, 9)), int(draw.integers(4000)), int(draw.choice([0, 64, 512]))
+        counted = rows, start * rows
+        quick = roofline.totals(chunks, bucket, counted)
+        assert quick == [each.total for each in roofline(chunks, bucket, counted)]
+        assert quick == roofline.totals([*chunks, *[(start, 1)] * rows], bucket)
+        assert len(roofline._fixed) <= 20
+
+
 def test_no_jax_is_needed():
     program = "import sys, jaxserve.planning.cost; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
