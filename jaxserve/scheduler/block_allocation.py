@@ -68,6 +68,11 @@ class BlockAllocation:
         """The digests of at least the first blocks of its tokens; each is computed once."""
         return self._digests.first(blocks, self.tokens, block_size)
 
+    @property
+    def prefix_digests(self) -> PrefixDigests:
+        """The digests of its blocks, which outlive the request's blocks."""
+        return self._digests
+
     def take_digests(self, source: BlockAllocation, blocks: int) -> None:
         """Learns the digests of the first blocks from their source, as far as it knows them."""
         self._digests.take_over(source._digests, blocks)

@@ -55,6 +55,21 @@ class PrefixDigests:
         self.known += [digest() for _ in map(self._hash.update, parts)]
         return self.known
 
+    def take_equal(self, other: PrefixDigests, blocks: int, block_size: int) -> None:
+        """Add what another request knows of the first blocks, as far as their tokens are the same.
+
+        The last digest that is known here is known there.
+        """
+        mine, theirs, low = self._content, other._content, len(self.known)
+        middle = high = min(blocks, len(other.known), len(theirs) // block_size)
+        while low < high:  # the first `low` blocks are equal; most often all are
+            part = slice(low * block_size, middle * block_size)
+            low, high = (middle, high) if mine[part] == theirs[part] else (low, middle - 1)
+            middle = (low + high + 1) // 2
+        if low > len(self.known):
+            self.known += other.known[len(self.known) : low]
+            self._hash = None
+
     def take_over(self, other: PrefixDigests, blocks: int) -> None:
         """Add the digests that another request with the same first blocks knows of them."""
         if other._salt == self._salt and len(self.known) < blocks:

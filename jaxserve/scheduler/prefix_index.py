@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
+from jaxserve.scheduler.prefix_digests import PrefixDigests
 from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.slot_pool import SlotPool
 
 _PART = 32  # blocks that are hashed at first, then twice as many each time, because few prompts are cached far
+_MOST_TOKENS = 2**21  # of the prompts whose digests are kept: 20 MB at most with blocks of 16
 
 
 class PrefixIndex:
@@ -19,6 +22,9 @@ class PrefixIndex:
     A look-up takes time with the prompt's cached blocks, however many replicas there are. The pools tell of each block
     that they publish, evict or forget, on any thread. A pool whose layers have windows, or which has parts, is asked
     itself, since a prefix there is more than its blocks one after another.
+
+    What is cached was hashed before. So the digests of recent prompts are kept, and a prompt takes those of the blocks
+    that it has in common with one of them, which are compared token by token.
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
@@ -29,6 +35,8 @@ class PrefixIndex:
         self._pools = tuple(pools)
         self._holders: dict[bytes, int] = {}  # digest -> a bit for each replica
         self._lock = threading.Lock()
+        self._hashed: OrderedDict[bytes, tuple[PrefixDigests, int]] = OrderedDict()  # and the tokens; see `_keep`
+        self._hashed_tokens = 0
         plain = [pool for pool in pools if type(pool) is SlotPool]
         self._is_plain = len(plain) == len(pools)
         if self._is_plain:
@@ -49,6 +57,8 @@ class PrefixIndex:
         end = 0
         while end < full:
             start, end = end, min(2 * end or _PART, full)
+            if start and (hashed := self._hashed.get(allocation.digest(start - 1))) is not None:
+                allocation.prefix_digests.take_equal(hashed[0], full, pool.block_size)
             digests = allocation.digests(end, pool.block_size)[start:end]
             for index, holders in enumerate(map(holder_of, digests, repeat(0)), start):
                 if holders == before:  # the same replicas have most blocks of a prefix
@@ -57,10 +67,27 @@ class PrefixIndex:
                 if left := have & ~holders:
                     self._note(found, left, pool.whole_runs(index) * pool.block_size)
                     have ^= left
-                    if not have:
-                        return found
+            if not have:
+                break
         self._note(found, have, pool.whole_runs(full) * pool.block_size)
+        if full > _PART:
+            self._keep(allocation)
         return found
+
+    def _keep(self, allocation: BlockAllocation) -> None:
+        """Keep the digests of a prompt for later ones.
+
+        They are found by the last block of each part. The request adds to them when its blocks are published.
+        """
+        digests, tokens, end = allocation.prefix_digests, len(allocation.tokens), _PART
+        with self._lock:
+            while end <= len(digests.known):
+                key = digests.known[end - 1]
+                self._hashed_tokens += tokens - self._hashed.pop(key, (digests, 0))[1]
+                self._hashed[key] = digests, tokens
+                end *= 2
+            while self._hashed_tokens > _MOST_TOKENS:
+                self._hashed_tokens -= self._hashed.popitem(last=False)[1][1]
 
     def _note(self, found: list[int], replicas: int, tokens: int) -> None:
         """Set the tokens of the replicas with a bit."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
+from operator import is_
 from random import Random
 
 import pytest
 
+from jaxserve.scheduler import prefix_index
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.cache_groups import CacheGroups, make_pool
+from jaxserve.scheduler.prefix_digests import PrefixDigests
 from jaxserve.scheduler.prefix_index import PrefixIndex
 from jaxserve.scheduler.slot_pool import SlotPool
 from tests.jaxserve.scheduler.host_memory import attach_host, fetch_from_host
@@ -72,6 +76,53 @@ def test_many_replicas_cost_as_much_as_few():
     read = index._holders = Counted(index._holders)
     index.cached_tokens(full)
     assert 0 < read.count <= 850  # blocks of the prompt, not 64 times as many
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_takes_digests_of_an_earlier_one(seed, monkeypatch):
+    """Prompts that part at any place, under two salts; and those that are kept are few."""
+    monkeypatch.setattr(prefix_index, "_PART", 2)
+    monkeypatch.setattr(prefix_index, "_MOST_TOKENS", 2000)
+    draw, pools = Random(seed), [SlotPool(400, 4, policy="grow", prefix_cache=True) for _ in range(2)]
+    index, prompts, equal = PrefixIndex(pools), [([], "")], Counter()
+    count = PrefixDigests.take_equal
+    for _ in range(300):
+        tokens, salt = draw.choice(prompts[-40:])
+        tokens = tokens[: draw.randint(0, len(tokens))] + [draw.randrange(2) for _ in range(draw.randint(1, 60))]
+        prompts.append((tokens, draw.choice([salt, "", "salt"])))
+        asked, walked = (allocation(*prompts[-1]) for _ in range(2))
+
+        def take(digests, *args):
+            before = len(digests.known)
+            count(digests, *args)
+            equal[len(digests.known) > before] += 1
+
+        monkeypatch.setattr(PrefixDigests, "take_equal", take)
+        found = index.cached_tokens(asked)
+        assert found == [pool.cached_tokens(walked) for pool in pools]
+        blocks = len(tokens) // 4
+        assert asked.digests(blocks, 4) == allocation(*prompts[-1]).digests(blocks, 4)
+        kept = {id(digests): len(digests._content) for digests, _ in index._hashed.values()}
+        assert sum(kept.values()) <= 2000
+        pool = draw.choice(pools)
+        pool.admit(asked)
+        pool.extend(asked, len(tokens))
+        pool.publish(asked, len(tokens))
+        pool.release(asked)
+    assert min(equal[True], equal[False]) > 20
+
+
+def test_a_prompt_that_was_hashed_is_not_hashed_again():
+    pool, tokens = SlotPool(900, 16, policy="grow", prefix_cache=True), [number % 251 for number in range(13_600)]
+    index, other, first, again = PrefixIndex([pool]), allocation(tokens[5:30]), allocation(tokens), allocation(tokens)
+    for each, length in ((other, 25), (first, len(tokens))):
+        assert index.cached_tokens(each) == [0]
+        pool.admit(each)
+        pool.extend(each, length)
+        pool.publish(each, length)
+    assert index.cached_tokens(again) == [13_584]
+    assert again.digests(849, 16) == first.digests(849, 16)[:849]
+    assert all(map(is_, again.digests(849, 16)[32:], first.digests(849, 16)[32:]))
 
 
 def test_a_digest_is_of_the_salt_and_all_tokens_to_its_block():
