@@ -304,7 +304,7 @@ def _stage(
 
 
 def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology: Topology, bucket: int) -> StageLoad:
-    """The cost model's input from the stage's parameters, with the collectives of a bucket's program."""
+    """The cost model's input: the stage's parameters and the collectives of a bucket's program."""
     shape, config = stage.shape.attention, stage.model.config
     head = collectives.head_table(parts) if stage.is_last else None
     read = [*(part for part in parts.values() if not part.name.endswith(".table")), *([head] if head else [])]
