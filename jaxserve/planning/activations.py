@@ -13,6 +13,8 @@ from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.spec import Target, names
 from sharding.spec import parts as spec_parts
 
+_ON_CHIP = 128 * 2**20  # most memory of a TPU's chip that holds gathered weights in place of the device's memory
+
 
 def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
     """Bytes on a device that one iteration needs beside its arguments, at its peak.
@@ -37,7 +39,7 @@ def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bo
 
     It makes them whole where tokens and "embed" go over a mesh axis both, or a layer's heads over other mesh axes than
     the pool's (those of the attention's output, than its result's). Of gathered weights, XLA's CPU compiler keeps more
-    or less than all at once.
+    or less than all at once, and TPUs keep them on the chip where they fit.
     """
     tokens = _split(stage, stage.spec.activations.get("tokens"))
     pool_heads = _split(stage, kv_cache.head_target(stage.mesh, stage.spec))
@@ -53,6 +55,8 @@ def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bo
             if axis in ("heads", "kv_heads") and over and given and over != given:
                 return False
     gathered = [part for part in layers if any(set(names(each)) & set(stage.spec.gather) for each in part.partition)]
+    if stage.platform == "tpu":
+        return not 0 < _gathered_bytes(stage, parts) <= _ON_CHIP
     return stage.platform != "cpu" or not gathered
 
 

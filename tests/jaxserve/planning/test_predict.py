@@ -194,6 +194,22 @@ def test_bytes_of_weights_made_whole_are_unknown(entries, changed, on_cpus):
     assert stage.activations_known
 
 
+@pytest.mark.parametrize(
+    ("gather", "sizes", "topology", "known"),
+    [
+        ((), {}, "v5p:2x2x1", True),
+        (("y",), {}, "v5p:2x2x1", False),
+        (("y",), {"hidden_size": 8192, "intermediate_size": 8192}, "v5p:2x2x1", True),  # 768 MiB, too many for the chip
+        (("y",), {}, "h200:4", True),
+    ],
+)
+def test_bytes_that_fit_on_the_chip_of_a_tpu_are_unknown(gather, sizes, topology, known):
+    base = specs.default("llama")
+    spec = replace(base, rules=dict.fromkeys(base.rules) | {"ffn": "y"}, gather=gather)
+    (stage,) = predict(question(LLAMA | sizes, spec, topology, mesh="x=2,y=2")).stages
+    assert stage.activations_known == known
+
+
 @pytest.mark.parametrize("changed", [{"activations": {"tokens": "tensor"}}, {"rules": EMBED_SPLIT}])
 def test_what_the_compiler_decides_is_unknown(changed):
     """No collective that is not known is counted as free."""
