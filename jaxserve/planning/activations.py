@@ -13,6 +13,8 @@ from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.spec import Target, names
 from sharding.spec import parts as spec_parts
 
+# TPUs hold a table of 16 KiB for each result of several arrays: 0.1 to 2.4 MiB a layer in what was compiled.
+_TABLES = 3 * 2**18
 _ON_CHIP = 128 * 2**20  # most memory of a TPU's chip that holds gathered weights in place of the device's memory
 
 
@@ -21,13 +23,14 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
 
     These are three hidden states, the widest inner state in float32 and its rounded copy, the gathered weights of a
     layer and, in the last stage, the logits of this device and of all devices, which come after the last layer's
-    weights. With experts, the inner states may be those of `_expert_bytes`.
+    weights. With experts, the inner states may be those of `_expert_bytes`. On TPUs there are tables for each layer.
     """
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
     item = attention.dtype.itemsize
     widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, bucket))
     tokens, gathered = bucket * 3 * config.hidden_size * item + widest, _gathered_bytes(stage, parts)
+    tokens += _TABLES * len(stage.layers) if stage.platform == "tpu" else 0
     if not stage.is_last:
         return tokens + gathered
     rows = min(bucket, stage.shape.max_rows)
