@@ -175,7 +175,8 @@ def test_strangers_are_counted_and_named(tmp_path) -> None:
             program = "import jax, sys; jax.distributed.initialize(sys.argv[1], 2, 1, initialization_timeout=3)"
             assert subprocess.run([sys.executable, "-c", program, coordinator], capture_output=True).returncode
             stream.cancel()
-            again = stub.Generate(GenerateRequest(prompt="It was", max_tokens=3, ignore_eos=True), timeout=WAIT_SECONDS)
+            request = GenerateRequest(prompt="It was", max_tokens=3, ignore_eos=True)
+            again = stub.Generate(request, timeout=3600.0)  # the cancelled call may still be ahead of it
             assert len(again.token_ids) == 3
         it.fronts[0].send_signal(signal.SIGTERM)
         assert it.codes() == [0, 0]
