@@ -52,7 +52,7 @@ test: $(DEV_STAMP) ## run the test suite (ARGS="-k sampler" selects)
 # The markers of pyproject.toml: every test is in `make test`, here, in test-aot, in test-deploy or in test-weekly.
 GROUPS := not (smoke or weekly or aot or schemas or alone) and (exhaustive or interpret or processes or clients or bench or long)
 test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
-	$(BIN)/python -m pytest -m "$(GROUPS)" -rs $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(GROUPS)" -rs $(ARGS)
 
 test-alone: $(DEV_STAMP) ## run the tests that nothing may run beside
 	$(BIN)/python -m pytest -n 0 -m alone $(ARGS)
