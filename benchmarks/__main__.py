@@ -19,6 +19,7 @@ BENCHMARKS = {
     "peers": Benchmark("benchmarks.peers", "compare with transformers, CTranslate2 and llama.cpp"),
     "predictions": Benchmark("benchmarks.predictions", "compare plans of drawn specs with the compiler"),
     "regression": Benchmark("benchmarks.regression", "find what has become slower"),
+    "routing": Benchmark("benchmarks.routing", "find prompts in the prefix caches of many replicas"),
     "simulator": Benchmark("benchmarks.simulator_validation", "compare the simulator with an engine"),
     "soak": Benchmark("benchmarks.soak", "serve requests of every kind and look for leaks"),
 }

@@ -13,7 +13,6 @@ from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.slot_pool import SlotPool
 
 _PART = 32  # blocks that are hashed at first, then twice as many each time, because few prompts are cached far
-_MOST_TOKENS = 2**21  # of the prompts whose digests are kept: 20 MB at most with blocks of 16
 
 
 class PrefixIndex:
@@ -24,7 +23,8 @@ class PrefixIndex:
     itself, since a prefix there is more than its blocks one after another.
 
     What is cached was hashed before. So the digests of recent prompts are kept, and a prompt takes those of the blocks
-    that it has in common with one of them, which are compared token by token.
+    that it has in common with one of them, which are compared token by token. As many tokens are kept as the pools
+    hold: 4.5 bytes a token with blocks of 16, where the index itself takes 10.
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
@@ -36,7 +36,7 @@ class PrefixIndex:
         self._holders: dict[bytes, int] = {}  # digest -> a bit for each replica
         self._lock = threading.Lock()
         self._hashed: OrderedDict[bytes, tuple[PrefixDigests, int]] = OrderedDict()  # and the tokens; see `_keep`
-        self._hashed_tokens = 0
+        self._hashed_tokens, self._most_tokens = 0, sum(pool.n_slots for pool in pools)
         plain = [pool for pool in pools if type(pool) is SlotPool]
         self._is_plain = len(plain) == len(pools)
         if self._is_plain:
@@ -86,7 +86,7 @@ class PrefixIndex:
                 self._hashed_tokens += tokens - self._hashed.pop(key, (digests, 0))[1]
                 self._hashed[key] = digests, tokens
                 end *= 2
-            while self._hashed_tokens > _MOST_TOKENS:
+            while self._hashed_tokens > self._most_tokens:
                 self._hashed_tokens -= self._hashed.popitem(last=False)[1][1]
 
     def _note(self, found: list[int], replicas: int, tokens: int) -> None:
