@@ -345,11 +345,8 @@ class World:
             assert pool._beyond == sum(max(each - pool._bound, 0) for each in promised)
             assert pool._set_aside + min(pool._beyond, pool._spare) <= pool.n_blocks
             # A request that was not trimmed yet may hold its chunk as well.
-            trimmed = [
-                each
-                for each in held
-                if all(each is not state.allocation.groups[-1] for state in self.scheduler._to_trim)
-            ]
+            untrimmed = [id(each) for state in self.scheduler._to_trim for each in state.allocation.groups]
+            trimmed = [each for each in held if id(each) not in untrimmed]
             assert all(sum(block != NO_BLOCK for block in each.blocks) <= pool._bound for each in trimmed)
         else:
             assert pool._set_aside == sum(each._set_aside for each in held) <= pool.blocks.num_available

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.scheduler.buckets import (
@@ -135,6 +135,7 @@ def test_the_default_ladder_of_eight_rows():
     assert default_sizes(8, 64, objective=True) == (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
+@settings(deadline=None)
 @given(
     fixed=st.floats(1e-4, 1.0), token=st.floats(1e-7, 1e-2), top=st.sampled_from([64, 256, 300, 512, 1000, 4096, 9000])
 )

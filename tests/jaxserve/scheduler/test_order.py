@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
@@ -64,6 +64,7 @@ def test_what_the_prefix_cache_holds_does_not_count():
     assert [each.request_id for each in plan.admissions] == ["long"]
 
 
+@settings(deadline=None)
 @given(REQUESTS)
 def test_nobody_is_passed_by_later_than_the_bound(requests):
     order = ObjectiveOrder(LADDER, target_ttft=1.0)
@@ -74,6 +75,7 @@ def test_nobody_is_passed_by_later_than_the_bound(requests):
                 assert earlier <= arrival + min(PATIENCE * 0.01 * length, LONGEST_PATIENCE) + 1e-6
 
 
+@settings(deadline=None)
 @given(REQUESTS, st.booleans())
 def test_priorities_stay_above_the_order(requests, by_objective):
     order = ObjectiveOrder(LADDER, target_ttft=1.0) if by_objective else ArrivalOrder()
@@ -83,6 +85,7 @@ def test_priorities_stay_above_the_order(requests, by_objective):
             assert other >= priority or earlier <= arrival - PRIORITY_SECONDS * (priority - other) + 1e-6
 
 
+@settings(deadline=None)
 @given(REQUESTS)
 def test_by_arrival_nobody_is_passed_by(requests):
     begun = served(ArrivalOrder(), requests)
