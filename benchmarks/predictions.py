@@ -16,10 +16,10 @@ from benchmarks.drawn_specs import Draw, draw
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.planning import compiled, targets
-from jaxserve.planning.cost import Collective
 from jaxserve.planning.deployment import Deployment
 from jaxserve.planning.hlo import CollectiveOp
 from jaxserve.planning.predict import predict
+from jaxserve.planning.stage_load import Collective
 from jaxserve.planning.tables import UNKNOWN, Section, size
 from server.commands import console
 from sharding import devices, spec, specs

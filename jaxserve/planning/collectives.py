@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxserve.planning.cost import Collective
+from jaxserve.planning.stage_load import Collective
 from jaxserve.runner import kv_cache
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts

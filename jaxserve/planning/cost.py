@@ -14,135 +14,16 @@ overheads depend on the device, see `calibration.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxserve.planning.calibration import Fit, fit_of
+from jaxserve.planning.stage_load import StageLoad
 from sharding import axes
 from sharding.devices import Topology
 
 _MOST_FIXED = 4096  # sizes of iterations of which a roofline keeps what does not change
-
-
-class Collective(NamedTuple):
-    """An exchange among devices of a matmul's or lookup's partial results, or an array's parts.
-
-    Attributes:
-      kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute, as XLA calls them.
-      what: the operation whose result it is, such as `layers.*.out`.
-      nbytes: bytes of the result, for each token; if `per_row`, for each row with logits; if `per_step`, in all.
-      group: devices that take part.
-      times: number in one iteration of a stage (one per layer for operations of layers).
-      over: the mesh axes of the group; empty if they are not known.
-    """
-
-    kind: str
-    what: str
-    nbytes: float
-    per_row: bool
-    group: int
-    times: int
-    over: tuple[str, ...] = ()
-    per_step: bool = False
-
-    def carried(self, tokens: int, rows: int) -> float:
-        """Bytes of the result in one iteration."""
-        return self.nbytes * (1 if self.per_step else rows if self.per_row else tokens)
-
-    def sent(self, tokens: int, rows: int) -> float:
-        """Bytes that each device sends in one iteration, with ring algorithms."""
-        size = self.times * self.carried(tokens, rows)
-        if self.kind == "collective-permute":
-            return size
-        passes = {"all-reduce": 2, "reduce-scatter": self.group}.get(self.kind, 1)  # a part is the result of the latter
-        return passes * size * (self.group - 1) / self.group
-
-
-class AttentionLoad(NamedTuple):
-    """The attention of all layers of a stage that have the same window.
-
-    Attributes:
-      window: most positions that a token attends to, itself included; None for all.
-      slot_ops: operations for each (token, position it attends to).
-      slot_bytes: bytes of keys and values of one position.
-    """
-
-    window: int | None
-    slot_ops: float
-    slot_bytes: int
-
-
-class ExpertLoad(NamedTuple):
-    """The experts of all layers of a stage.
-
-    Devices multiply whole tiles, each of rows of one expert, and read the kernels of experts that have rows.
-
-    Attributes:
-      num_experts: experts of a layer.
-      per_token: how many of them serve a token.
-      weight_bytes: bytes of all of them.
-      token_ops: operations for each token, with the experts that serve it.
-      tile_rows: sizes of tiles; a bucket takes the least that holds an expert's mean rows, or the largest.
-    """
-
-    num_experts: int
-    per_token: int
-    weight_bytes: int
-    token_ops: float
-    tile_rows: tuple[int, ...]
-
-    def read(self, tokens: int) -> float:
-        """Expected bytes of the experts that these tokens use, if they choose independently."""
-        return self.weight_bytes * self._used(tokens)
-
-    def ops(self, tokens: int, bucket: int) -> float:
-        """Expected operations for tokens of a bucket, with the rows that fill up tiles.
-
-        With few rows, an expert has one tile; with many, the last of its tiles is half full.
-        """
-        rows, most = tokens * self.per_token, bucket * self.per_token
-        tile = min((size for size in self.tile_rows if size * self.num_experts >= most), default=max(self.tile_rows))
-        tile, used = min(tile, most), self.num_experts * self._used(tokens)
-        return self.token_ops / self.per_token * max(used * tile, rows + used * (tile - 1) / 2)
-
-    def _used(self, tokens: int) -> float:
-        """The expected share of experts that these tokens use."""
-        return 1 - (1 - self.per_token / self.num_experts) ** tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLoad:
-    """The work of one device of a stage, per token, row and position.
-
-    Attributes:
-      weight_bytes: weights read once per iteration; without those of experts.
-      head_bytes: those of them that make the logits.
-      token_ops / row_ops: operations of matmuls for each token, and for each row with logits; without experts.
-      collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
-      overlapped: the share of their bytes that the device sends while it multiplies or attends.
-      hop_bytes: bytes that each token sends to the next stage; 0 on the last.
-      mesh: sizes of the mesh's axes; the stage has that many devices.
-      row_parts: parts of the rows, each of which other devices attend to; the busiest of them counts.
-    """
-
-    layers: int
-    weight_bytes: int
-    token_ops: float
-    row_ops: float
-    attention: tuple[AttentionLoad, ...]
-    experts: ExpertLoad | None = None
-    collectives: tuple[Collective, ...] | None
-    hop_bytes: int
-    mesh: Mapping[str, int]
-    head_bytes: int = 0
-    row_parts: int = 1
-    overlapped: float = 0.0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of keys and values of one position, all layers together."""
-        return sum(each.slot_bytes for each in self.attention)
 
 
 class Seconds(NamedTuple):
@@ -173,7 +54,7 @@ class _FixedWork(NamedTuple):
       share: of the attention, what the busiest device has.
       attention: (index of the window, operations of a slot, bytes of a slot) of each kind.
       experts: operations and bytes of experts, if there are any.
-      waited: seconds over links; of these `hidden` may overlap with other work.
+      waited: seconds over links at their peak; of these `hidden` may overlap with other work.
     """
 
     ops: float
@@ -202,30 +83,19 @@ class Parts(NamedTuple):
     starts: float
 
 
-def reads(chunks: Iterable[tuple[int, int]], window: int | None = None) -> tuple[int, int]:
-    """What attention of chunks (start, length) reads.
-
-    Args:
-      window: most positions that a token attends to.
+def out_of_reach(chunks: Iterable[tuple[int, int]], window: int) -> tuple[int, int]:
+    """What attention of chunks (start, length) does not read because of a window.
 
     Returns:
-      (positions whose keys and values are read, a chunk its row's once; (token, position) pairs).
+      (positions whose keys and values no token sees; (token, earlier position that it does not see) pairs).
     """
     slots = pairs = 0
-    if window is None:
-        for start, length in chunks:
-            end = start + length
-            slots += end
-            pairs += end if length == 1 else (end * (end + 1) - start * (start + 1)) // 2
-        return slots, pairs
     for start, length in chunks:
         end = start + length
-        slots += end
-        pairs += (end * (end + 1) - start * (start + 1)) // 2
         if end > window:
-            slots -= max(start + 1 - window, 0)
+            slots += max(start + 1 - window, 0)
             beyond, before = end - window, max(start - window, 0)  # pairs out of reach, of tokens up to here
-            pairs -= (beyond * (beyond + 1) - before * (before + 1)) // 2
+            pairs += (beyond * (beyond + 1) - before * (before + 1)) // 2
     return slots, pairs
 
 
@@ -246,8 +116,8 @@ class Roofline:
           ValueError: the collectives of a stage are unknown.
         """
         self.fit = fit or fit_of(topology.device)
-        self._loads, self._device, self._topology, self._dtype = loads, topology.device, topology, dtype
-        self._windows = list({each.window for load in loads for each in load.attention})
+        self._loads, self._topology, self._dtype = loads, topology, dtype
+        self._windows = list({each.window for load in loads for each in load.attention if each.window is not None})
         device = topology.device
         self._speeds = (
             device.flops[dtype],
@@ -277,66 +147,52 @@ class Roofline:
             links = (by_step, with_token - by_step, with_row - by_step, hop)
             starts = sum(each.times for each in load.collectives)
             overhead = load.layers * self.fit.layer_seconds + starts * self.fit.collective_seconds
-            attention = [(self._windows.index(each.window), each.slot_ops, each.slot_bytes) for each in load.attention]
+            attention = [
+                (0 if each.window is None else 1 + self._windows.index(each.window), each.slot_ops, each.slot_bytes)
+                for each in load.attention
+            ]
             self._parts.append((load, links, overhead, attention))
-        overlap = self.fit.overlapped or any(load.overlapped for load in loads)
-        self._is_plain = not overlap and self._windows == [None] and all(load.experts is None for load in loads)
         self._fixed: dict[tuple[int, int, int], list[_FixedWork]] = {}  # see `_fix`
 
     def __call__(
         self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
     ) -> list[Seconds]:
+        """Seconds of an iteration by stage and cause. Arguments as of `totals`."""
+        causes: list[Seconds] = []
+        self.totals(chunks, bucket, decodes, causes)
+        return causes
+
+    def totals(
+        self,
+        chunks: Sequence[tuple[int, int]],
+        bucket: int = 0,
+        decodes: tuple[int, int] = (0, 0),
+        causes: list[Seconds] | None = None,
+    ) -> list[float]:
         """Seconds of an iteration of chunks (start, length), by stage; one logit row per chunk.
+
+        Simulations ask for millions.
 
         Args:
           bucket: tokens of the bucket; 0 for no padding.
           decodes: number of chunks of length 1 that are not listed and are within all windows; sum of their starts.
+          causes: gets the seconds of each stage by cause.
         """
-        return [Seconds(*each) for each in self._stages(chunks, bucket, decodes)]
-
-    def totals(
-        self, chunks: Sequence[tuple[int, int]], bucket: int = 0, decodes: tuple[int, int] = (0, 0)
-    ) -> list[float]:
-        """An iteration's seconds by stage, all causes together. Arguments as of `__call__`."""
-        if not self._is_plain:
-            return [
-                compute + memory + links + overhead
-                for compute, memory, links, overhead in self._stages(chunks, bucket, decodes)
-            ]
-        # As `_stages`, in less time: simulations ask for millions.
         rows, starts = decodes
-        tokens, slots, found = rows, starts + rows, []
+        tokens, slots = rows, starts + rows
         pairs = slots
         for start, length in chunks:
             end = start + length
             tokens, slots = tokens + length, slots + end
             pairs += end if length == 1 else (end * (end + 1) - start * (start + 1)) // 2
-        size = tokens, max(tokens, bucket), rows + len(chunks)
-        flops, bandwidth, efficiency, of_links, _ = self._speeds
-        for ops, read, share, attention, _, waited, _, overhead in self._fixed.get(size) or self._fix(size):
-            for _, slot_ops, slot_bytes in attention:
-                ops, read = ops + slot_ops * pairs * share, read + slot_bytes * slots * share
-            found.append(ops / flops / efficiency + read / bandwidth / efficiency + waited / of_links + overhead)
-        return found
-
-    def _stages(
-        self, chunks: Sequence[tuple[int, int]], bucket: int, decodes: tuple[int, int]
-    ) -> list[tuple[float, float, float, float]]:
-        """What `Seconds` holds, by stage."""
-        rows, starts = decodes
-        tokens, ends = rows, starts + rows
-        if chunks:
-            tokens = sum([length for _, length in chunks], rows)
-            found = [reads(chunks, window) for window in self._windows]
-            attended = [(slots + ends, pairs + ends) for slots, pairs in found]
-            rows += len(chunks)
-        else:
-            attended = [(ends, ends)] * len(self._windows)
-        size = tokens, max(tokens, bucket), rows
-        fixed = self._fixed.get(size) or self._fix(size)
+        attended = [(slots, pairs)]
+        for window in self._windows:
+            unseen_slots, unseen_pairs = out_of_reach(chunks, window)
+            attended.append((slots - unseen_slots, pairs - unseen_pairs))
+        size = tokens, (bucket if bucket > tokens else tokens), rows + len(chunks)
         flops, bandwidth, efficiency, of_links, overlapped = self._speeds
-        stages = []
-        for ops, read, share, attention, experts, waited, hidden, overhead in fixed:
+        totals = []
+        for ops, read, share, attention, experts, waited, hidden, overhead in self._fixed.get(size) or self._fix(size):
             for window, slot_ops, slot_bytes in attention:
                 slots, pairs = attended[window]
                 ops, read = ops + slot_ops * pairs * share, read + slot_bytes * slots * share
@@ -347,8 +203,11 @@ class Roofline:
                 compute, memory = (compute, 0.0) if compute >= memory else (0.0, memory)
             if hidden:
                 waited -= min(hidden, (compute + memory) * of_links)
-            stages.append((compute, memory, waited / of_links, overhead))
-        return stages
+            links = waited / of_links
+            totals.append(compute + memory + links + overhead)
+            if causes is not None:
+                causes.append(Seconds(compute, memory, links, overhead))
+        return totals
 
     def _fix(self, size: tuple[int, int, int]) -> list[_FixedWork]:
         """What iterations with these tokens, as many with padding, and rows have in common."""
@@ -382,14 +241,7 @@ class Roofline:
         found = []
         for load, whole in zip(self._loads, self(chunks, bucket), strict=True):
             nothing = StageLoad(
-                layers=0,
-                weight_bytes=0,
-                token_ops=0,
-                row_ops=0,
-                attention=(),
-                collectives=(),
-                hop_bytes=0,
-                mesh=load.mesh,
+                layers=0, weight_bytes=0, token_ops=0, row_ops=0, attention=(), collectives=(), mesh=load.mesh
             )
             layers = load.weight_bytes - load.head_bytes
             alone = (  # in the order of Parts

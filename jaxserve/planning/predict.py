@@ -16,8 +16,9 @@ from jaxserve.models.schema import ModelConfig
 from jaxserve.planning import collectives
 from jaxserve.planning.activations import activation_bytes, are_known
 from jaxserve.planning.calibration import Fit
-from jaxserve.planning.cost import AttentionLoad, ExpertLoad, Parts, Roofline, Seconds, StageLoad
+from jaxserve.planning.cost import Parts, Roofline, Seconds
 from jaxserve.planning.deployment import Deployment, model_of, programs
+from jaxserve.planning.stage_load import AttentionLoad, ExpertLoad, StageLoad
 from jaxserve.runner import kv_cache, matmul
 from jaxserve.runner.layout import bucket_sizes, for_buckets
 from jaxserve.runner.lowering import StagePrograms

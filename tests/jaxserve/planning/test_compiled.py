@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from jaxserve.planning import compiled, hlo, targets
-from jaxserve.planning.cost import Collective
 from jaxserve.planning.predict import predict
+from jaxserve.planning.stage_load import Collective
 from sharding import specs
 from tests.jaxserve.planning.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRAL, NEOX, OPT, named, question
 

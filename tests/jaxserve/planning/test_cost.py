@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.planning import cost
 from jaxserve.planning.predict import predict
+from jaxserve.planning.stage_load import AttentionLoad, ExpertLoad
 from jaxserve.runner import matmul
 from pallas_kernels.gpu import grouped
 from tests.jaxserve.planning.questions import named
@@ -20,20 +21,26 @@ def roofline():
     return predict(named("gpt3-101b", "a100-40g:8", tensor=8, max_rows=32)).roofline()
 
 
-def test_attention_reads_what_chunks_hold():
-    assert cost.reads([(100, 1), (0, 3), (10, 2)]) == (101 + 3 + 12, 101 + 6 + 11 + 12)
-
-
-@pytest.mark.parametrize("window", [1, 3, 4, 50])
-def test_a_window_bounds_what_is_read(window):
-    for start, length in [(0, 1), (0, 3), (0, 9), (2, 5), (20, 1), (3, 40)]:
-        seen = [range(max(0, token + 1 - window), token + 1) for token in range(start, start + length)]
-        expected = len(set().union(*seen)), sum(map(len, seen))
-        assert cost.reads([(start, length)], window) == expected, (start, length)
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 50])
+def test_attention_reads_what_tokens_see(window, roofline):
+    (load,) = roofline._loads
+    alone = replace(
+        load, weight_bytes=0, token_ops=0, row_ops=0, attention=(AttentionLoad(window, slot_ops=1e9, slot_bytes=10**9),)
+    )
+    device, attends = roofline._topology.device, cost.Roofline([alone], roofline._topology)
+    for chunks in [[(0, 1)], [(0, 3)], [(0, 9)], [(2, 5)], [(20, 1)], [(3, 40)], [(100, 1), (0, 3), (10, 2)]]:
+        seen = [
+            [range(max(0, token + 1 - window) if window else 0, token + 1) for token in range(start, start + length)]
+            for start, length in chunks
+        ]
+        slots, pairs = sum(len(set().union(*row)) for row in seen), sum(len(token) for row in seen for token in row)
+        (seconds,) = attends(chunks)
+        assert seconds.compute * device.flops["bfloat16"] * attends.fit.efficiency == pytest.approx(1e9 * pairs)
+        assert seconds.memory * device.bandwidth * attends.fit.efficiency == pytest.approx(1e9 * slots)
 
 
 def test_experts_are_read_as_tokens_need_them():
-    experts = cost.ExpertLoad(num_experts=8, per_token=2, weight_bytes=800, token_ops=1.0, tile_rows=(16,))
+    experts = ExpertLoad(num_experts=8, per_token=2, weight_bytes=800, token_ops=1.0, tile_rows=(16,))
     assert experts.read(0) == 0
     assert experts.read(1) == 200  # two of eight
     assert experts.read(2) == pytest.approx(100 * (8 - 8 * 0.75**2))
@@ -47,7 +54,7 @@ def test_experts_multiply_whole_tiles(tokens, tile):
     """Against the tiles of random choices of 8 of 128 experts."""
     assert grouped.runs_tiling(8 * tokens, 128, "bfloat16").rows == tile
     sizes = matmul.tile_rows("gpu", np.dtype("bfloat16"))
-    experts = cost.ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
+    experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
     rng = np.random.default_rng(0)
     rows = rng.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, :8]
     sizes = np.bincount(rows.ravel(), minlength=128)
@@ -58,7 +65,7 @@ def test_experts_multiply_whole_tiles(tokens, tile):
 
 def test_a_tile_has_no_more_rows_than_there_are():
     sizes = matmul.tile_rows("tpu", np.dtype("bfloat16"))
-    experts = cost.ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
+    experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
     assert experts.ops(1, 1) == pytest.approx(8 * 8)  # 8 experts, each of a tile of 8 rows
     assert experts.ops(1, 64) == pytest.approx(8 * 128)
 
@@ -118,7 +125,7 @@ def test_what_is_sent_under_compute_is_not_waited_for():
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b"])
-def test_the_quick_sum_is_the_sum_of_all_causes(model, monkeypatch):
+def test_counted_decodes_cost_what_listed_ones_do(model, monkeypatch):
     """With and without windows and experts, and of more sizes than are kept."""
     monkeypatch.setattr(cost, "_MOST_FIXED", 20)
     plan, draw = predict(named(model, "h100:4x2", tensor=4, stages=2, max_rows=32)), np.random.default_rng(0)
@@ -127,9 +134,9 @@ def test_the_quick_sum_is_the_sum_of_all_causes(model, monkeypatch):
         chunks = [(int(draw.integers(9000)), int(draw.choice([1, 1, 300]))) for _ in range(draw.integers(9))]
         rows, start, bucket = int(draw.integers(1, 9)), int(draw.integers(4000)), int(draw.choice([0, 64, 512]))
         counted = rows, start * rows
-        quick = roofline.totals(chunks, bucket, counted)
-        assert quick == [each.total for each in roofline(chunks, bucket, counted)]
-        assert quick == roofline.totals([*chunks, *[(start, 1)] * rows], bucket)
+        totals = roofline.totals(chunks, bucket, counted)
+        assert totals == [each.total for each in roofline(chunks, bucket, counted)]
+        assert totals == roofline.totals([*chunks, *[(start, 1)] * rows], bucket)
         assert len(roofline._fixed) <= 20
 
 
