@@ -15,7 +15,7 @@ from pallas_kernels import int8
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.xla.work import Decodes, Writes
 
-_BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
+BFLOAT16, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 
 
 class XlaPool(NamedTuple):
@@ -38,13 +38,25 @@ _SLOT_AXIS = XlaPool(keys=3, values=2, key_scales=2, value_scales=2)
 
 def stored(k: Float[jax.Array, "T K D"], v: Float[jax.Array, "T K D"], shape: AttentionShape) -> XlaPool:
     """Keys and values of tokens in the pool's layout; T in place of blocks and slots."""
-    if shape.pool_dtype == _INT8:
+    if shape.pool_dtype == INT8:
         (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
         return XlaPool(keys, values, key_scales, value_scales)
     k, v = k.astype(shape.pool_dtype), v.astype(shape.pool_dtype)
-    if shape.pool_dtype == _BFLOAT16:
+    if shape.pool_dtype == BFLOAT16:
         k, v = (lax.bitcast_convert_type(x, jnp.uint16) for x in (k, v))
     return XlaPool(k, v)
+
+
+def rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] for indices known to be in range."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def loaded(x: jax.Array) -> jax.Array:
+    """Values of the pool as float32."""
+    if x.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
+    return x.astype(jnp.float32)
 
 
 def _each(change: Callable[..., jax.Array], *pools: XlaPool) -> XlaPool:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import api, xla
+from pallas_kernels import api
+from pallas_kernels.xla import attention
 
 MANY_BLOCKS = 2048  # their scales alone take more than what a step needs beside the pool
 LAYERS, BLOCKS, BLOCK, WINDOW = 3, 96, 16, 37  # blocks of the window: a number no other dimension has
@@ -144,7 +145,7 @@ def test_cost_follows_the_window(harness, monkeypatch):
         jax.debug.callback(lambda: steps.append(1))
         return scores
 
-    monkeypatch.setattr(xla, "_capped", capped)
+    monkeypatch.setattr(attention, "_soft_capped", capped)
     for chunks in ([("long", 1), ("short", 1)], [("long", 10)]):
         assert counted(None, chunks) >= 4
         assert counted(8, chunks) == 1
