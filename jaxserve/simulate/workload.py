@@ -5,25 +5,19 @@ They are drawn from distributions or replayed from a trace file.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
 
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_AZURE_LINE = "2023-11-16 18:15:46.68,374,44"
-_MOONCAKE_LINE = '{"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}'
+from jaxserve.simulate import trace_formats
+
 MOONCAKE_BLOCK = 512  # tokens per entry of hash_ids (Mooncake, FAST'25, section 4)
 
 
@@ -51,8 +45,11 @@ class DrawnPrompt:
         """The token ids."""
         if not self.blocks:
             return _drawn(self._key, self.length, self.vocab_size)
-        drawn = _prompt(self.blocks, self.length, self.vocab_size, self.seed, self.number)
-        return (drawn + np.int32(self.shift)) % np.int32(self.vocab_size)
+        known = self.blocks[: -(-self.length // MOONCAKE_BLOCK)]
+        parts = [_drawn(f"{self.seed} block {block}", MOONCAKE_BLOCK, self.vocab_size) for block in known]
+        rest = max(self.length - MOONCAKE_BLOCK * len(parts), 0)
+        parts.append(_drawn(f"{self.seed} {self.number} 0", rest, self.vocab_size))
+        return (np.concatenate(parts)[: self.length] + np.int32(self.shift)) % np.int32(self.vocab_size)
 
     @property
     def _key(self) -> str:
@@ -215,16 +212,6 @@ def fit(workload: Workload, max_context: int) -> None:
         )
 
 
-class _TraceRecord(NamedTuple):
-    """One request in a trace: seconds, lengths, and prefix blocks if the trace has them."""
-
-    time: float
-    prompt_length: int
-    output_length: int
-    blocks: tuple[int, ...] = ()
-    tenant: str = ""
-
-
 def read_trace(
     path: str | Path,
     *,
@@ -256,18 +243,7 @@ def read_trace(
     path = Path(path)
     if not speed > 0:
         raise ValueError(f"speed is {speed:g}; it must be above 0")
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            records = sorted(islice(_records(file, path, columns), limit), key=lambda record: record.time)
-    except OSError as error:
-        raise ValueError(f"{path}: the trace cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: the trace is not text: {error}") from None
-    except csv.Error as error:
-        raise ValueError(f"{path}: the trace is not CSV: {error}") from None
-    if not records:
-        raise ValueError(f"{path}: the trace holds no requests")
-
+    records = trace_formats.read(path, limit, columns)
     count = limit or len(records)
     if seconds is not None:
         times = [(record.time - records[0].time) / speed for record in records]
@@ -286,14 +262,8 @@ def read_trace(
         cut = wanted - prompt_length - generated
         clipped, lost, total = clipped + times * (cut > 0), lost + times * cut, total + times * wanted
         prompt = DrawnPrompt(prompt_length, vocab_size, seed, number, record.blocks)
-        jobs.append(
-            Job(
-                arrival=(record.time - records[0].time) / speed,
-                prompt=prompt,
-                max_tokens=generated,
-                tenant=record.tenant,
-            )
-        )
+        arrival = (record.time - records[0].time) / speed
+        jobs.append(Job(arrival=arrival, prompt=prompt, max_tokens=generated, tenant=record.tenant))
     notes = []
     if clipped:
         share = f"{100 * lost / total:.1f}% of the trace's tokens left out"
@@ -305,14 +275,6 @@ def read_trace(
     return Workload(name=name, jobs=jobs, notes=tuple(notes), clipped=clipped)
 
 
-def _prompt(blocks: Sequence[int], length: int, vocab_size: int, seed: int, number: int) -> np.ndarray:  # int32[length]
-    """Token ids; requests with the same leading block ids get the same leading tokens."""
-    known = blocks[: -(-length // MOONCAKE_BLOCK)]
-    parts = [_drawn(f"{seed} block {block}", MOONCAKE_BLOCK, vocab_size) for block in known]
-    parts.append(_drawn(f"{seed} {number} 0", max(length - MOONCAKE_BLOCK * len(parts), 0), vocab_size))
-    return np.concatenate(parts)[:length]
-
-
 def _drawn(key: str, count: int, vocab_size: int) -> np.ndarray:  # int32[count]
     """Token ids that follow from a key, in less time than a seeded generator takes to make."""
     if vocab_size == 256:
@@ -322,72 +284,3 @@ def _drawn(key: str, count: int, vocab_size: int) -> np.ndarray:  # int32[count]
 
 def _drawn_bytes(key: str, count: int) -> bytes:
     return hashlib.shake_128(key.encode()).digest(count)
-
-
-def _records(file: TextIO, path: Path, columns: Mapping[str, str] | None) -> Iterator[_TraceRecord]:
-    """The requests of a trace in either format, or with these columns."""
-    is_mooncake = columns is None and file.readline().lstrip().startswith("{")
-    file.seek(0)
-    if is_mooncake:
-        maker, parse, example = "a Mooncake", _parse_mooncake, _MOONCAKE_LINE
-        lines: Iterable[Any] = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
-    elif columns is not None:
-        maker, parse, example = "this", partial(_parse_columns, columns), ",".join(columns.values())
-        rows = csv.DictReader(file)
-        if missing := set(columns.values()) - set(rows.fieldnames or ()):
-            names = ", ".join(map(str, rows.fieldnames or ()))
-            raise ValueError(f"{path}: there is no column {min(missing)}; the first line names {names}")
-        lines = enumerate(rows, start=2)
-    else:
-        maker, parse, example = "an Azure", _parse_azure, _AZURE_LINE
-        names = _AZURE_COLUMNS if _has_no_header(file) else None
-        rows, first = csv.DictReader(file, names), 1 if names else 2
-        if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
-            raise ValueError(
-                f"{path}: unknown trace format; expected CSV with the columns {','.join(_AZURE_COLUMNS)}, "
-                "or one JSON object a line with timestamp, input_length, output_length and hash_ids; other columns are "
-                "named with --columns time=...,prompt=...,output=..."
-            )
-        lines = enumerate(rows, start=first)
-    for number, line in lines:
-        try:
-            yield parse(line)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:  # OverflowError: an infinite number
-            what = f"not a request of {maker} trace: {error if isinstance(error, ValueError) else repr(error)}"
-            raise ValueError(f"{path}, line {number}: {what}; a line looks like {example}") from None
-
-
-def _has_no_header(file: TextIO) -> bool:
-    """Whether a CSV file's first line is a request: its columns are then Azure's in order."""
-    cells = next(csv.reader([file.readline()]), [])
-    file.seek(0)
-    try:
-        _parse_azure(dict(zip(_AZURE_COLUMNS, cells, strict=True)))
-    except (ValueError, OverflowError):
-        return False
-    return True
-
-
-def _parse_azure(row: Any) -> _TraceRecord:
-    time, prompt, output = (row[column] for column in _AZURE_COLUMNS)
-    return _TraceRecord(datetime.fromisoformat(time).timestamp(), max(1, int(prompt)), max(1, int(output)))
-
-
-def _parse_columns(columns: Mapping[str, str], row: Any) -> _TraceRecord:
-    time = row[columns["time"]]
-    try:
-        seconds = float(time)
-    except ValueError:
-        seconds = datetime.fromisoformat(time).timestamp()
-    if not math.isfinite(seconds):
-        raise ValueError(f"{columns['time']} is {time}")
-    prompt, output = (max(1, int(row[columns[name]])) for name in ("prompt", "output"))
-    return _TraceRecord(seconds, prompt, output, tenant=row[columns["tenant"]] if "tenant" in columns else "")
-
-
-def _parse_mooncake(text: Any) -> _TraceRecord:
-    record = json.loads(text)
-    if not math.isfinite(milliseconds := float(record["timestamp"])):
-        raise ValueError(f"timestamp is {milliseconds}")
-    prompt, output = (max(1, int(record[name])) for name in ("input_length", "output_length"))
-    return _TraceRecord(milliseconds / 1000, prompt, output, tuple(map(int, record.get("hash_ids", ()))))
