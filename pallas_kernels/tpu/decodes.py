@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,29 +40,8 @@ from pallas_kernels.tpu.layout import (
     score_factor,
     slot_tile,
     soft_capped,
-    visited,
 )
-
-
-def buffers(units: int) -> int:
-    """Buffers for results: at least one for each unit of a step, and a power of 2."""
-    return 1 << (units - 1).bit_length()
-
-
-class _DecodeScratch(NamedTuple):
-    """Scratch memory of a core; B is the number of `buffers`."""
-
-    blocks: TpuPool  # [2, units, 2, slots, lanes] and [2, units, slots / block_size, 2, scale_rows, block_size]
-    new: TpuPool  # [B, 2, slot_tile, lanes] and [B, 2, scale_rows, block_size]
-    rows: Any  # [2 * B, ...]
-    out: Any  # [B, group, lanes]
-    maximum: Any  # [1, groups, rows, 128], equal in all lanes: after the last unit; of slot parts, after each
-    total: Any  # [units, groups, rows, 128], equal in all lanes: after each unit
-    acc: Any  # [units, groups, rows, lanes of a group]: after each unit
-    block_sems: Any  # [2, units]
-    row_sems: Any  # [2 * B]
-    out_sems: Any  # [B]; the other too
-    new_sems: Any
+from pallas_kernels.tpu.steps import DecodeScratch, DecodeSteps, buffers
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -87,100 +66,30 @@ class _DecodeKernel:
         _pool: TpuPool,
         out,
         pool: TpuPool,
-        scratch: _DecodeScratch,
+        scratch: DecodeScratch,
     ):
-        shape, size, local, parts = self.shape, self.shape.block_size, self.shape.local_slots, self.shape.slot_parts
+        shape, local, parts = self.shape, self.shape.local_slots, self.shape.slot_parts
         first_slot = 0 if parts == 1 else bounds[2 * cores(shape) + 1] * local
         kv_buf, scale_buf = scratch.blocks
         new_buf, new_scale_buf = scratch.new
         row_buf, out_buf, total, acc = scratch.rows, scratch.out, scratch.total, scratch.acc
-        groups, units, rings, group = head_groups(shape), self.units, buffers(self.units), shape.group
+        groups, units, group = head_groups(shape), self.units, shape.group
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
         slots, tile, window = self.slots, slot_tile(shape.pool_dtype), self.window
-        blocks, operand, factor = slots // local, operand_dtype(shape), score_factor(self.scale, shape)
-        span = slots * parts  # positions of a unit
-
-        def in_ring(row, n):
-            """The place of a row in n buffers, a power of 2."""
-            return (row - low) & (n - 1)
-
-        def length(row):
-            """Slots of a row, from the first block that is visited."""
-            return visited(kv_lens[row], window, size)
-
-        def after(row, step):
-            """The unit after this one; past the last row, the same one."""
-            ends = (step + 1) * span >= length(row)
-            return jnp.where(ends, jnp.minimum(row + 1, high), row), jnp.where(ends, 0, step + 1)
-
-        def block_of(row, column):
-            if window is not None:
-                column += lax.div(kv_lens[row] - length(row), size)
-            return tables[row * shape.max_blocks + column] + first_block[0]
-
-        def each_copy(side, row, step, unit, act):
-            """Call `act` with every copy that fetches a unit."""
-
-            @pl.when((row < high) & (step == 0))
-            def _():
-                ring = in_ring(row, 2 * rings)
-                act(pltpu.make_async_copy(rows.at[row], row_buf.at[ring], scratch.row_sems.at[ring]))
-
-            for b in range(blocks):
-                column = step * blocks + b
-
-                @pl.when((row < high) & (column * size < length(row)) if b else row < high)  # a unit has one at least
-                def _(b=b, column=column):
-                    block = block_of(row, column)
-                    sem = scratch.block_sems.at[side, unit]
-                    act(
-                        pltpu.make_async_copy(pool.kv.at[block], kv_buf.at[side, unit, :, pl.ds(b * local, local)], sem)
-                    )
-                    if pool.scales is not None:
-                        act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, unit, b], sem))
-
-        def start(side, row, step):
-            """Start the copies of a step; returns its units and the one after them."""
-            started = []
-            for unit in range(units):
-                each_copy(side, row, step, unit, lambda copy: copy.start())
-                started.append((row, step))
-                row, step = after(row, step)
-            return started, (row, step)
-
-        def held(position):
-            """A position's slot here, or one of its block; that or -1; and the slots up to the position."""
-            if parts == 1:
-                return position, position, position + 1
-            column, offset = lax.div(position, size) * local, lax.rem(position, size) - first_slot
-            slot = column + jnp.clip(offset, 0, local - 1)
-            own = jnp.where((offset >= 0) & (offset < local), slot, -1)
-            return slot, own, column + jnp.clip(offset + 1, 0, local)
-
-        def of_ring(row, act):
-            """Call `act` with every copy that stores a row's results."""
-            ring = in_ring(row, rings)
-            act(pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]))
-            of_new(row, act)
-
-        def of_new(row, act):
-            ring = in_ring(row, rings)
-            last = length(row) - 1
-            block = block_of(row, lax.div(last, size))
-            inside = lax.rem(held(last)[0], local)
-            place = pl.ds(pl.multiple_of(inside - lax.rem(inside, tile), tile), tile)
-            act(pltpu.make_async_copy(new_buf.at[ring], pool.kv.at[block, :, place], scratch.new_sems.at[ring]))
-            if pool.scales is not None:
-                act(pltpu.make_async_copy(new_scale_buf.at[ring], pool.scales.at[block], scratch.new_sems.at[ring]))
+        operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
+        steps = DecodeSteps(
+            shape, window, units, slots, low, high, first_slot, kv_lens, tables, first_block, rows, out, pool, scratch
+        )
+        rings, span = buffers(units), steps.span
 
         def add_token(side, row, step, unit):
             """Put the row's token into its slot, here and in the pool; zero the values after it."""
-            ring = in_ring(row, rings)
-            slot, own, seen = held(length(row) - 1 - step * span)
+            ring = steps.in_ring(row, rings)
+            slot, own, seen = steps.held(steps.length(row) - 1 - step * span)
             first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
             index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
-            token = row_buf[in_ring(row, 2 * rings)]  # [R, lanes]
+            token = row_buf[steps.in_ring(row, 2 * rings)]  # [R, lanes]
             for half in range(2):
                 old = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
                 new = jnp.where(index == own, token[group + half : group + half + 1], old)
@@ -197,11 +106,11 @@ class _DecodeKernel:
             lax.fori_loop(lax.div(first, tile) + 1, slots // tile, clear, None)
             if scale_buf is not None:
                 self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot, own)
-            of_new(row, lambda copy: copy.start())
+            steps.of_new(row, lambda copy: copy.start())
 
         def clear_unseen(side, row, unit):
             """Zero the values before the window, which may be NaN."""
-            unseen = length(row) - window
+            unseen = steps.length(row) - window
             if parts > 1:
                 unseen = jnp.clip(unseen - first_slot, 0, local)
 
@@ -216,7 +125,7 @@ class _DecodeKernel:
 
         def query(row, place, masks):
             """The queries of a group, one row per head (`HeadGroup`)."""
-            token = row_buf[in_ring(row, 2 * rings)]
+            token = row_buf[steps.in_ring(row, 2 * rings)]
             lanes = slice(place.start, place.start + place.lanes)
             q = jnp.zeros((place.rows, place.lanes), jnp.float32)
             for j in range(group):
@@ -234,10 +143,10 @@ class _DecodeKernel:
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             position = positions_of(position, shape, first_slot) + step * span
             if slopes is not None:
-                scores += across(slopes[which], slots) * (position - (length(row) - 1)).astype(jnp.float32)
-            seen = position < length(row)
+                scores += across(slopes[which], slots) * (position - (steps.length(row) - 1)).astype(jnp.float32)
+            seen = position < steps.length(row)
             if window is not None:
-                seen &= position >= length(row) - window
+                seen &= position >= steps.length(row) - window
             return jnp.where(seen, scores, LOWEST), seen
 
         def weighted(side, unit, which, scores, held):
@@ -277,7 +186,7 @@ class _DecodeKernel:
 
         def finish(row, unit, masks):
             """Store a row's result: of each row of a group, the lanes of its head."""
-            ring = in_ring(row, rings)
+            ring = steps.in_ring(row, rings)
             for which, place in enumerate(groups):
                 sums, results = total[unit, which], []
                 if parts > 1:
@@ -294,17 +203,17 @@ class _DecodeKernel:
         def iteration(i, carry):
             here, cursor = carry
             side = lax.rem(i, 2)
-            following, cursor = start(1 - side, *cursor)
+            following, cursor = steps.start(1 - side, *cursor)
             for unit, (row, step) in enumerate(here):
-                each_copy(side, row, step, unit, lambda copy: copy.wait())
+                steps.each_copy(side, row, step, unit, lambda copy: copy.wait())
             for unit, (row, step) in enumerate(here):
                 if window is not None:
                     pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
-                ends = (row < high) & ((step + 1) * span >= length(row))
+                ends = (row < high) & ((step + 1) * span >= steps.length(row))
 
                 @pl.when(ends & (row - low >= rings))
                 def _(row=row):
-                    of_ring(row - rings, lambda copy: copy.wait())
+                    steps.of_ring(row - rings, lambda copy: copy.wait())
 
                 @pl.when(ends)
                 def _(row=row, step=step, unit=unit):
@@ -315,20 +224,20 @@ class _DecodeKernel:
                 add_units(side, here, which, mask)
             for unit, (row, step) in enumerate(here):
 
-                @pl.when((row < high) & ((step + 1) * span >= length(row)))
+                @pl.when((row < high) & ((step + 1) * span >= steps.length(row)))
                 def _(row=row, unit=unit):
                     finish(row, unit, masks)
 
             return following, cursor
 
         n_units = bounds[cores(shape) + 1 + core]
-        carry = start(0, low, jnp.int32(0))
+        carry = steps.start(0, low, jnp.int32(0))
         lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, carry)
         for back in range(rings):
 
             @pl.when(high - low > back)
             def _(back=back):
-                of_ring(high - 1 - back, lambda copy: copy.wait())
+                steps.of_ring(high - 1 - back, lambda copy: copy.wait())
 
     def _scales_of_rows(self, scale_buf: Any, side: jax.Array, unit: int, half: int, place: HeadGroup) -> jax.Array:
         """The scales of a unit's slots for each row's head: float32[rows, slots]."""
@@ -417,7 +326,7 @@ def attend(
             in_specs=(anywhere, *by_head_specs, pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[
-                _DecodeScratch(
+                DecodeScratch(
                     blocks=TpuPool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
                     new=TpuPool(scratch(rings, 2, slot_tile(dtype), lanes, dtype=dtype), scales(rings)),
                     rows=scratch(2 * rings, *rows.shape[1:]),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,18 +37,15 @@ from pallas_kernels.tpu.layout import (
     across,
     dot,
     head_span,
-    lanes_of,
     log_sum,
     operand_dtype,
     positions_of,
     round_up,
     scale_rows,
     score_factor,
-    visited,
 )
+from pallas_kernels.tpu.steps import AHEAD, PromptScratch, PromptSteps
 
-# Steps whose blocks are on their way while one is computed.
-AHEAD = 2
 # Scores, biases and sinks are multiplied by this, because the chip has powers of 2 only.
 LOG2_E = math.log2(math.e)
 
@@ -56,21 +53,6 @@ LOG2_E = math.log2(math.e)
 def out_lanes(shape: AttentionShape) -> int:
     """Lanes of one head."""
     return round_up(shape.head_dim, LANES)
-
-
-class _PromptScratch(NamedTuple):
-    """Scratch memory of a core: buffers for inputs and outputs; a head's queries, softmax."""
-
-    blocks: TpuPool  # [AHEAD + 1, 2, slots, head_span], [AHEAD + 1, slots / block_size, 2, scale_rows, block_size]
-    queries: Any  # [2, group, tile, out_lanes]; the results too
-    out: Any
-    query: Any  # [rows, head_span]
-    maximum: Any  # [rows, 128], equal in all lanes; the sum too
-    total: Any
-    acc: Any  # [rows, head_span]
-    block_sems: Any  # [AHEAD + 1]
-    query_sems: Any  # [2]; the other too
-    out_sems: Any
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -95,91 +77,26 @@ class _PromptKernel:
         q,
         pool: TpuPool,
         out,
-        scratch: _PromptScratch,
+        scratch: PromptScratch,
     ):
-        shape, tile, slots, window = self.shape, self.cut.tile, self.cut.tile_slots, self.window
-        size, local, devices, dim, group = (
-            shape.block_size,
-            shape.local_slots,
-            shape.slot_parts,
-            shape.head_dim,
-            shape.group,
-        )
+        shape, tile, window = self.shape, self.cut.tile, self.window
+        size, local, devices, dim = shape.block_size, shape.local_slots, shape.slot_parts, shape.head_dim
         first_slot = 0 if devices == 1 else bounds[4] * local
-        span = slots * devices  # positions of a step
         kv_buf, scale_buf = scratch.blocks
         q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
-        blocks, heads, lanes, part = (
-            slots // local,
-            shape.num_kv_heads,
-            head_span(shape),
-            part_of_tile(shape, self.cut),
-        )
-        parts = group * tile // part.rows
+        lanes, part = head_span(shape), part_of_tile(shape, self.cut)
+        parts = shape.group * tile // part.rows
         operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
         if shape.soft_cap is None:
             factor *= LOG2_E
         n_decodes, n_tokens = bounds[0], bounds[1]
         first_tile, end_tile = lax.div(n_decodes, tile) + pl.program_id(0), lax.div(n_tokens + tile - 1, tile)
         end_tile = jnp.where(n_tokens > n_decodes, end_tile, 0)
-
-        def lane_of(head):
-            """The first lane of the span that holds a head."""
-            aligned = lax.div(head * dim, LANES) * LANES
-            return pl.multiple_of(jnp.minimum(aligned, lanes_of(shape) - lanes), LANES)
-
-        def part_of(at, chunk):
-            """A chunk's tokens in a tile: (begin, end, last position from the first block seen)."""
-            begin, end, last = place_of(at, chunk)
-            if window is not None:
-                last = visited(last + 1, window + end - begin - 1, size) - 1
-            return begin, end, last
-
-        def place_of(at, chunk):
-            """Like `part_of`, with the position counted from the row's start."""
-            begin = jnp.maximum(offsets[chunk] - at * tile, 0)
-            end = jnp.minimum(offsets[chunk + 1], (at + 1) * tile)
-            return begin, end - at * tile, kv_lens[chunk] - 1 - (offsets[chunk + 1] - end)
-
-        def after(at, head, chunk, step):
-            """The next step: the next blocks, chunk, head or tile."""
-            more_steps = (step + 1) * span <= part_of(at, chunk)[2]
-            more_chunks = chunk < tile_chunks[2 * at + 1]
-            more_heads = head + 1 < heads
-            new_head = jnp.logical_not(more_steps | more_chunks)
-            next_at = jnp.where(new_head & jnp.logical_not(more_heads), at + cores(shape), at)
-            in_range = jnp.minimum(next_at, tile_chunks.shape[0] // 2 - 1)
-            next_head = jnp.where(new_head, jnp.where(more_heads, head + 1, 0), head)
-            next_chunk = jnp.where(more_steps, chunk, jnp.where(more_chunks, chunk + 1, tile_chunks[2 * in_range]))
-            return next_at, next_head, next_chunk, jnp.where(more_steps, step + 1, 0)
-
-        def block_of(at, chunk, column):
-            if window is not None:
-                column += lax.div(place_of(at, chunk)[2] - part_of(at, chunk)[2], size)
-            return tables[chunk * shape.max_blocks + column] + first_block[0]
-
-        def each_copy(side, at, head, chunk, step, act):
-            """Call `act` with every copy that fetches the blocks of a step."""
-            last = part_of(at, chunk)[2]
-            for b in range(blocks):
-                column = step * blocks + b
-
-                @pl.when(column * size <= last)
-                def _(b=b, column=column):
-                    block = block_of(at, chunk, column)
-                    source, sem = pool.kv.at[block, :, :, pl.ds(lane_of(head), lanes)], scratch.block_sems.at[side]
-                    act(pltpu.make_async_copy(source, kv_buf.at[side, :, pl.ds(b * local, local)], sem))
-                    if pool.scales is not None:
-                        act(pltpu.make_async_copy(pool.scales.at[block], scale_buf.at[side, b], sem))
-
-        def of_queries(side, at, head):
-            place = pl.ds(pl.multiple_of(at * tile, tile), tile)
-            return pltpu.make_async_copy(q.at[head, :, place], q_buf.at[side], scratch.query_sems.at[side])
-
-        def of_results(side, at, head):
-            place = pl.ds(pl.multiple_of(at * tile, tile), tile)
-            return pltpu.make_async_copy(out_buf.at[side], out.at[head, :, place], scratch.out_sems.at[side])
+        steps = PromptSteps(
+            shape, self.cut, window, offsets, kv_lens, tables, first_block, tile_chunks, q, pool, out, scratch, end_tile
+        )
+        span = steps.span
 
         def rows_of(i):
             return pl.ds(pl.multiple_of(i * part.rows, part.rows), part.rows)
@@ -197,7 +114,7 @@ class _PromptKernel:
 
         def each_part(at, chunk, act):
             """Calls act(part, first and last of the chunk's positions in it) for parts that have any."""
-            begin, end, last = part_of(at, chunk)
+            begin, end, last = steps.part_of(at, chunk)
 
             def of_part(i, _):
                 low = jnp.maximum(begin, tokens_of(i))
@@ -216,14 +133,14 @@ class _PromptKernel:
                 if lanes > out_lanes(shape):
                     zeros = jnp.zeros((part.rows, lanes - out_lanes(shape)), jnp.float32)
                     queries = jnp.concatenate([queries, zeros], axis=1)
-                query[rows] = _turn(queries, head * dim - lane_of(head), dim).astype(operand)
+                query[rows] = _turn(queries, head * dim - steps.lane_of(head), dim).astype(operand)
                 if sinks is None:
                     maximum[rows] = jnp.full((part.rows, LANES), LOWEST, jnp.float32)
                     total[rows] = jnp.zeros((part.rows, LANES), jnp.float32)
                 else:
                     sink = self._by_row(sinks, head, i, part)
                     if slopes is not None:  # the bias of all rows counts from the last token
-                        before = positions(at, chunk, i) - part_of(at, chunk)[2]
+                        before = positions(at, chunk, i) - steps.part_of(at, chunk)[2]
                         sink += self._by_row(slopes, head, i, part) * before.astype(jnp.float32)
                     maximum[rows] = jnp.broadcast_to(sink, (part.rows, LANES))
                     total[rows] = jnp.ones((part.rows, LANES), jnp.float32)
@@ -233,7 +150,7 @@ class _PromptKernel:
 
         def positions(at, chunk, i):
             """Position of each token of a part, -1 outside the chunk: int32[rows, 1]."""
-            begin, end, last = part_of(at, chunk)
+            begin, end, last = steps.part_of(at, chunk)
             token = lax.broadcasted_iota(jnp.int32, (part.members, part.tokens, 1), 1) + tokens_of(i)
             token = token.reshape(part.rows, 1)
             return jnp.where((token >= begin) & (token < end), last - (end - 1 - token), -1)
@@ -283,7 +200,7 @@ class _PromptKernel:
                 scores = shape.soft_cap * LOG2_E * jnp.tanh(scores)
             position = positions_of(lax.broadcasted_iota(jnp.int32, (1, part.slots), 1), shape, first_slot) + begin
             if slopes is not None:
-                from_last = (position - part_of(at, chunk)[2]).astype(jnp.float32)
+                from_last = (position - steps.part_of(at, chunk)[2]).astype(jnp.float32)
                 scores += self._by_row(slopes, head, i, part) * from_last
             visible = None
             if masked:
@@ -312,7 +229,7 @@ class _PromptKernel:
                 rows, place = rows_of(i), (lax.rem(turn, 2), *of_tile(i))
                 sums = across(total[rows], lanes)
                 result = acc[rows] / jnp.where(sums > 0, sums, 1.0)
-                result = _turn(result, lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
+                result = _turn(result, steps.lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
                 if devices > 1:
                     result = jnp.concatenate([result, log_sum(maximum[rows] / LOG2_E, total[rows])], axis=1)
                 mine, held = positions(at, chunk, i) >= 0, out_buf[place]
@@ -320,43 +237,32 @@ class _PromptKernel:
 
             each_part(at, chunk, end)
 
-        def fetch(side, at, head, chunk, step):
-            """Start the copies of a step; returns the step after it. Past the last one, neither."""
-
-            @pl.when(at < end_tile)
-            def _():
-                each_copy(side, at, head, chunk, step, lambda copy: copy.start())
-
-            following = after(jnp.minimum(at, tile_chunks.shape[0] // 2 - 1), head, chunk, step)
-            before = (at, head, chunk, step)
-            return tuple(jnp.where(at < end_tile, new, old) for new, old in zip(following, before, strict=True))
-
         def serve_step(carry):
             side, turn, here, ahead = carry
             at, head, chunk, step = here
-            following = after(*here)
+            following = steps.after(*here)
             new_turn = (following[0] != at) | (following[1] != head)
-            ahead = fetch(jnp.where(side == 0, AHEAD, side - 1), *ahead)
+            ahead = steps.fetch(jnp.where(side == 0, AHEAD, side - 1), *ahead)
 
             @pl.when((following[0] < end_tile) & new_turn)
             def _():
-                of_queries(1 - lax.rem(turn, 2), following[0], following[1]).start()
+                steps.of_queries(1 - lax.rem(turn, 2), following[0], following[1]).start()
 
             first_chunk = chunk == tile_chunks[2 * at]
 
             @pl.when(first_chunk & (step == 0))
             def _():
-                of_queries(lax.rem(turn, 2), at, head).wait()
+                steps.of_queries(lax.rem(turn, 2), at, head).wait()
 
             @pl.when(first_chunk & (step == 0) & (turn >= 2))
             def _():
-                of_results(lax.rem(turn, 2), at, head).wait()  # of the turn before last, of equal size
+                steps.of_results(lax.rem(turn, 2), at, head).wait()  # of the turn before last, of equal size
 
             @pl.when(step == 0)
             def _():
                 begin_chunk(turn, at, head, chunk)
 
-            each_copy(side, at, head, chunk, step, lambda copy: copy.wait())
+            steps.each_copy(side, at, head, chunk, step, lambda copy: copy.wait())
             add_step(side, at, head, chunk, step)
 
             @pl.when(following[3] == 0)
@@ -365,24 +271,24 @@ class _PromptKernel:
 
             @pl.when(new_turn)
             def _():
-                of_results(lax.rem(turn, 2), at, head).start()
+                steps.of_results(lax.rem(turn, 2), at, head).start()
 
             return jnp.where(side == AHEAD, 0, side + 1), turn + new_turn.astype(jnp.int32), following, ahead
 
         @pl.when(first_tile < end_tile)
         def _():
             begin = (first_tile, jnp.int32(0), tile_chunks[2 * first_tile], jnp.int32(0))
-            of_queries(0, *begin[:2]).start()
+            steps.of_queries(0, *begin[:2]).start()
             ahead = begin
             for side in range(AHEAD):
-                ahead = fetch(side, *ahead)
+                ahead = steps.fetch(side, *ahead)
             carry = (jnp.int32(0), jnp.int32(0), begin, ahead)
             turns = lax.while_loop(lambda carry: carry[2][0] < end_tile, serve_step, carry)[1]
             for back in range(2):
 
                 @pl.when(turns > back)
                 def _(back=back):
-                    of_results(lax.rem(turns - 1 - back, 2), first_tile, 0).wait()
+                    steps.of_results(lax.rem(turns - 1 - back, 2), first_tile, 0).wait()
 
     def _scales_of(self, scale_buf: Any, side: jax.Array, half: int, head: jax.Array, j: jax.Array, part: Part) -> Any:
         """The scales of a head in the slots of a part: float32[1, slots]."""
@@ -464,7 +370,7 @@ def attend(
             ),
             out_specs=anywhere,
             scratch_shapes=[
-                _PromptScratch(
+                PromptScratch(
                     blocks=TpuPool(scratch(AHEAD + 1, 2, slots, lanes, dtype=shape.pool_dtype), scales),
                     queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
                     out=scratch(2, shape.group, tile, given),
