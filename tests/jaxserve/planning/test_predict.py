@@ -5,19 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from jaxserve.planning import model_catalog
 from jaxserve.planning.deployment import programs
 from jaxserve.planning.planner import plan
-from jaxserve.planning.predict import Plan, count_parameters, predict, with_buckets
+from jaxserve.planning.predict import predict, with_buckets
 from sharding import devices, specs
-from tests.jaxserve.planning.questions import BLOOM, GPT2, GPTJ, LLAMA, MIXTRAL, NEOX, named, question
-
-TABLE = 201_088 * 2880 / 1e9  # of embeddings, which gpt-oss leaves out where it counts active parameters
-EMBED_SPLIT = {"vocab": None, "heads": None, "ffn": None, "embed": "tensor"}
+from tests.jaxserve.planning.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
 
 
 def test_bloom_176b_on_16_devices():
@@ -149,19 +144,6 @@ def test_buckets_are_filled_with_decodes_and_then_prompts():
     assert double.buckets[1].tokens_per_second == 2 * (plan.buckets[1].tokens_per_second or 0)
 
 
-def test_routers_are_whole_where_experts_are_split():
-    spec = specs.default("mixtral")
-    by_expert = {**spec.rules, "expert": "tensor", "ffn": None}
-    (stage,) = predict(question(MIXTRAL, replace(spec, rules=by_expert), tensor=4)).stages
-    found = {part.name: part.whole for part in stage.parameters}
-    assert found["layers.*.experts.router.kernel"]
-    assert not found["layers.*.experts.gate.kernel"]
-    whats = [each.what for each in stage.load.collectives or ()]
-    assert whats == ["embed", "layers.*.out", "layers.*.experts", "head"]
-    split = replace(spec, rules={**by_expert, "router": "tensor"})
-    assert not predict(question(MIXTRAL, split, tensor=4)).is_known
-
-
 def test_gathered_weights_take_memory_of_one_layer():
     spec = specs.default("bloom")
     split = replace(spec, rules={**spec.rules, "embed": "fsdp"})
@@ -210,152 +192,6 @@ def test_bytes_that_fit_on_the_chip_of_a_tpu_are_unknown(gather, sizes, topology
     assert stage.activations_known == known
 
 
-@pytest.mark.parametrize("changed", [{"activations": {"tokens": "tensor"}}, {"rules": EMBED_SPLIT}])
-def test_what_the_compiler_decides_is_unknown(changed):
-    """No collective that is not known is counted as free."""
-    plan = predict(question(BLOOM, replace(specs.default("bloom"), **changed), tensor=4))
-    assert not plan.is_known
-    assert {(each.milliseconds, each.tokens_per_second, each.bottleneck) for each in plan.buckets} == {(None,) * 3}
-    assert plan.slots == 8192
-    with pytest.raises(ValueError, match="the speed of this sharding is unknown"):
-        plan.roofline()
-
-
-@pytest.mark.parametrize(
-    ("entries", "changed", "topology"),
-    [
-        (LLAMA, {"pool": {"rows": "other"}}, "v5p:2x2x2"),
-        (LLAMA, {"rules": {"ffn": ("tensor", "context")}}, "v5p:2x2x2"),
-        (LLAMA, {}, "h200:8"),
-        (MIXTRAL, {}, "v5p:2x2x2"),
-        (GPTJ, {}, "v5p:2x2x2"),
-        (NEOX | {"use_parallel_residual": False}, {}, "v5p:2x2x2"),  # a quarter of each head is rotated
-    ],
-)
-def test_only_held_exchanges_of_tokens_are_known(entries, changed, topology):
-    spec = replace(specs.default(entries["model_type"]), activations={"tokens": "context"})
-    spec = replace(spec, **changed | {"rules": {**spec.rules, **changed.get("rules", {})}})
-    (stage,) = predict(question(entries, spec, topology, mesh="other=2,context=2,tensor=2")).stages
-    assert stage.load.collectives is None
-    if entries is LLAMA:
-        spec = replace(specs.default("llama"), activations=spec.activations)
-        (stage,) = predict(question(entries, spec, mesh="other=2,context=2,tensor=2")).stages
-        assert [each.carried(8, 4) for each in stage.load.collectives or () if each.what == "the last layer"] == [4096]
-
-
-@pytest.mark.parametrize(
-    ("topology", "mesh", "heads", "kind"),
-    [
-        ("v5p:2x2x2", {"attn": 8}, 8, "all-reduce"),  # over all of a box
-        ("v5p:2x2x2", {"attn": 4, "tensor": 2}, 8, "reduce-scatter"),
-        ("v5p:2x4x1", {"attn": 8}, 8, "reduce-scatter"),
-        ("v6e:4x4", {"attn": 16}, 16, "all-reduce"),  # over all of a square
-        ("v6e:2x4", {"attn": 8}, 8, "reduce-scatter"),
-        ("v6e:2x2", {"attn": 4}, 8, "reduce-scatter"),
-        ("tpu7x:2x2x2", {"attn": 16}, 16, "reduce-scatter"),
-        ("v6e:4x4", {"stage": 2, "attn": 8}, 8, None),  # over all devices of a stage, some of the slice's
-        ("v6e:2x4", {"stage": 2, "attn": 4}, 8, "reduce-scatter"),
-        ("v6e:4x4", {"stage": 2, "attn": 4, "tensor": 2}, 8, "reduce-scatter"),
-        ("tpu7x:2x2x2", {"stage": 2, "attn": 8}, 8, "reduce-scatter"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, "reduce-scatter"),  # to 8 heads for each device
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 192, "reduce-scatter"),  # 24
-        ("h200:8", {"attn": 4, "tensor": 2}, 64, "reduce-scatter"),
-    ],
-)
-def test_tpus_scatter_heads_but_over_all_of_a_box(topology, mesh, heads, kind):
-    (stage, *_) = _by_rows(topology, mesh, heads, {"parameters": {"layers.*.out.kernel": {"heads": _BY_HEAD}}}).stages
-    if kind is None:
-        assert stage.load.collectives is None
-        return
-    whole = 2 * 16 * heads // mesh.get("tensor", 1)
-    assert [each[:3] for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [
-        (kind, "layers.*.attend", whole // mesh["attn"] if kind == "reduce-scatter" else whole)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("topology", "mesh", "heads", "bucket", "kind"),
-    [
-        ("v5p:2x2x2", {"attn": 8}, 64, 256, "all-reduce"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, 16, "all-reduce"),  # 4 tokens for each device
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 64, 20, "reduce-scatter"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 16, 32, "all-reduce"),  # 8 tokens of 128 numbers
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 18, 32, "reduce-scatter"),
-        ("v6e:2x4", {"attn": 4, "tensor": 2}, 16, 36, "reduce-scatter"),
-    ],
-)
-def test_tpus_scatter_tokens_but_few_of_them(topology, mesh, heads, bucket, kind):
-    (stage,) = _by_rows(topology, mesh, heads, {"activations": {"tokens": "attn"}}, bucket=bucket).stages
-    assert [each.kind for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [kind]
-
-
-@pytest.mark.parametrize(("bucket", "kind"), [(8, "all-reduce"), (16, "reduce-scatter")])
-def test_tpus_scatter_heads_of_more_than_one_tile(bucket, kind):
-    rules = {"parameters": {"layers.*.out.kernel": {"heads": _BY_HEAD}}}
-    (stage,) = _by_rows("v6e:2x4", {"attn": 4, "tensor": 2}, 64, rules, bucket=bucket).stages
-    assert [each.kind for each in stage.load.collectives or () if each.what == "layers.*.attend"] == [kind]
-
-
-_BY_HEAD = ("tensor", "attn")  # the axes of heads and of rows
-
-
-def _by_rows(topology: str, mesh: dict[str, int], heads: int, changed: dict[str, Any], *, bucket: int = 16) -> Plan:
-    """A plan of LLaMA with heads of 16 numbers and the pool's rows over "attn"."""
-    axes = mesh if "tensor" in mesh else mesh | {"tensor": 1}
-    base = specs.default("llama")
-    spec = replace(base, rules=dict.fromkeys(base.rules) | {"heads": "tensor"}, pool={"rows": "attn"}, **changed)
-    entries = LLAMA | {"num_attention_heads": heads, "head_dim": 16}
-    sizes = {"mesh": ",".join(f"{axis}={size}" for axis, size in axes.items()), "slots": 2**17, "buckets": (bucket,)}
-    return predict(question(entries, spec, topology, dtype="bfloat16", max_rows=min(bucket, 16), **sizes))
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("bloom-560m", 0.559),
-        ("bloom-7b1", 7.07),
-        ("gpt2", 0.124),
-        ("gpt2-xl", 1.56),
-        ("gpt3-13b", 12.9),
-        ("gpt3-341b", 341),
-        ("gpt-neox-20b", 20.6),
-        ("gpt-j-6b", 6.05),
-        ("llama-3-8b", 8.03),
-        ("llama-3-70b", 70.6),
-        ("llama-3.2-1b", 1.24),
-        ("mistral-7b", 7.24),
-        ("mixtral-8x7b", 46.7),
-        ("qwen3-0.6b", 0.596),
-        ("qwen3-32b", 32.8),
-        ("qwen3-30b-a3b", 30.5),
-        ("gemma-2-9b", 9.24),
-        ("gemma-3-27b", 27.0),
-        ("phi-3-mini-4k", 3.82),
-        ("falcon-7b", 6.92),
-        ("falcon-40b", 41.3),
-        ("gpt-oss-20b", 20.9),
-        ("gpt-oss-120b", 117),
-        ("mpt-7b", 6.65),
-        ("starcoder", 15.5),
-    ],
-)
-def test_known_models_have_their_published_sizes(name, billions):
-    assert count_parameters(model_catalog.find(name)[1])[0] / 1e9 == pytest.approx(billions, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("gpt-oss-20b", 3.6 + TABLE), ("gpt-oss-120b", 5.1 + TABLE)],
-)
-def test_active_parameters_are_those_published(name, billions):
-    assert count_parameters(model_catalog.find(name)[1])[1] / 1e9 == pytest.approx(billions, rel=0.03)
-
-
-@pytest.mark.parametrize("name", model_catalog.KNOWN)
-def test_every_known_model_is_read(name):
-    assert model_catalog.find(name)[1].num_layers >= 12
-
-
 def test_blocks_behind_the_window_are_given_back():
     whole = predict(question(LLAMA))
     windowed = replace(whole, groups=replace(whole.groups, windows=(128,)))
@@ -363,22 +199,6 @@ def test_blocks_behind_the_window_are_given_back():
     assert windowed.fitting(100) == whole.slots // 100
     assert windowed.requests == (blocks - spare) // (128 // whole.block_size + 2)
     assert whole.requests == whole.slots // 2048
-
-
-def test_a_model_is_found_by_name_file_or_directory(tmp_path):
-    assert model_catalog.find("gpt2")[1].num_layers == 12
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        '{"model_type": "gpt2", "n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 8}'
-    )
-    assert model_catalog.find(str(folder / "config.json")) == model_catalog.find(str(folder))
-    name, config = model_catalog.find(str(folder))
-    assert (name, config.num_layers) == ("mine", 3)
-    with pytest.raises(ValueError, match=r"model 'bloom-176' is neither .*; did you mean bloom-176b\?"):
-        model_catalog.find("bloom-176")
-    with pytest.raises(ValueError, match=r"model 'x' is neither .*; the known ones are bloom-560m"):
-        model_catalog.find("x")
 
 
 def test_no_device_is_started():
