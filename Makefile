@@ -105,7 +105,7 @@ test-aot-tpu-plans: $(TPU_STAMP)
 # The compiler logs stack traces; where llvm-symbolizer is installed, naming their functions takes most of the time.
 ifneq ($(PYTHON312),)
 test-aot-gpu: $(GPU_STAMP)
-	LLVM_DISABLE_SYMBOLIZATION=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py tests/pallas_kernels/test_gpu_hopper.py tests/aot/test_block_copies.py $(ACCELERATORS) $(ARGS)
+	LLVM_DISABLE_SYMBOLIZATION=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py tests/aot/test_gpu_steps.py tests/pallas_kernels/test_gpu_hopper.py tests/aot/test_block_copies.py $(ACCELERATORS) $(ARGS)
 else
 test-aot-gpu:
 	@echo "WARNING: nothing is compiled for GPUs: that takes Python 3.12, and there is no python3.12 here" >&2

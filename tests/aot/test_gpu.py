@@ -1,12 +1,12 @@
-"""What the compilers for A100 and H200 make of the kernels and of whole steps; no device is asked for."""
+"""What the compilers for A100 and H200 make of the kernels; no device is asked for."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import subprocess
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.models.products import Quantized
-from jaxserve.planning import compiled, model_catalog, overlap, targets
-from jaxserve.planning.deployment import Deployment, programs
+from jaxserve.planning import targets
 from jaxserve.runner import compiler_options, matmul
-from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels import api, gpu
 from pallas_kernels.gpu import grouped, hopper
 from pallas_kernels.gpu.kernels import Context
@@ -93,6 +90,17 @@ def kernels(dump: Path) -> list[Kernel]:
     return found
 
 
+def on_one(device: str) -> tuple[jax.sharding.Mesh, Callable[..., jax.ShapeDtypeStruct]]:
+    """The mesh of one device, and a function that makes abstract arrays there of sizes and a dtype."""
+    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
+    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+
+    def abstract(sizes: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=everywhere)
+
+    return one, abstract
+
+
 @pytest.mark.parametrize("size", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize(
     ("device", "heads", "kv_heads", "dim", "dtype", "pool"),
@@ -116,11 +124,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         alibi=heads != 7,
     )
     shape = shape.with_blocks(gpu.BACKEND.default_block_size(shape), 2048)
-    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
-    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
-
-    def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=everywhere)
+    one, abstract = on_one(device)
 
     def step(q, k, v, pool, batch):
         meta = gpu.BACKEND.prepare(batch, shape)
@@ -185,11 +189,7 @@ def test_prompts_have_a_kernel_for_hopper(heads, kv_heads, dim, block, alibi, ca
         alibi=alibi,
         device_kind="NVIDIA H200",
     ).with_blocks(block, 2048)
-    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse("h200:1")))[0][0]
-    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
-
-    def abstract(dims, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=everywhere)
+    one, abstract = on_one("h200:1")
 
     def prompts(q, pool, tables, first_block, items, out):
         context = Context(pool, tables, first_block, jnp.ones(heads) if alibi else None, None)
@@ -236,10 +236,9 @@ def test_kernels_of_experts_are_read_in_place(
 ) -> None:
     """One kernel, which spills nothing; no other operation touches the experts' kernels. Float32 takes no tensor cores,
     which would round."""
-    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
-    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
+    one, abstract = on_one(device)
     arguments = [((rows, inputs), dtype), ((experts, outputs, inputs), kernel_dtype), ((experts,), "int32")]
-    shapes = [jax.ShapeDtypeStruct(dims, jnp.dtype(each), sharding=everywhere) for dims, each in arguments]
+    shapes = [abstract(dims, each) for dims, each in arguments]
     with targets.lowering(one):
         lowered = jax.jit(grouped.multiply_runs).lower(*shapes)
     program, (kernel,) = compile_dumped(lowered, tmp_path)
@@ -264,127 +263,11 @@ def test_kernels_of_experts_are_read_in_place(
     assert temporaries < 16 * (rows + 16 * experts)  # the table of tiles
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "bucket", "int8"),
-    [
-        ("bloom-560m", "a100-80g:1", 8, False),
-        ("bloom-560m", "h200:1", 512, False),
-        ("bloom-7b1", "a100-80g:1", 32, False),
-        ("bloom-7b1", "h200:1", 32, False),
-        ("bloom-7b1", "h200:1", 32, True),
-        ("gpt2-xl", "h200:1", 32, False),
-    ],
-)
-def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp_path, tell, hold) -> None:
-    """They are launched together, as one command buffer (CUDA graph); Mosaic's kernel for prompts, beside it.
-
-    Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
-    rounded by three kernels more.
-    """
-    rows, config = 32, model_catalog.find(name)[1]
-    engine = EngineConfig(
-        max_rows=rows,
-        buckets=(bucket,),
-        max_context=1024,
-        slots=rows * 1024,
-        quantize="int8" if int8 else None,
-        kv_cache_dtype="int8" if int8 else "auto",
-    )
-    deployment = Deployment(
-        name=name,
-        config=config,
-        topology=devices.parse(device),
-        engine=engine,
-        spec=specs.default(config.family),
-    )
-    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
-    assert stage.shape.backend.name == "gpu"
-    text, temporaries, seconds = compile_step(stage, bucket, rows * 1024 // stage.shape.attention.block_size, tmp_path)
-    (launched,) = tmp_path.glob("*forward.thunk_sequence_after_thunk_passes.txt")
-    n_apart = config.num_layers if hopper.serves(stage.shape.attention, bucket) else 0
-    launches = ["kCommandBuffer", *["kCustomCall", "kCommandBuffer"] * n_apart]
-    assert re.findall(r"^\d+: (\w+)", launched.read_text(), re.MULTILINE) == launches
-    entry = text[text.index("\nENTRY ") :]
-    n_kernels = len(re.findall(r" (?:fusion|custom-call|copy|transpose|convert|reduce|dot)\(", entry))
-    tell(
-        "steps for GPUs",
-        model=name,
-        weights="int8" if int8 else "bfloat16",
-        device=device,
-        tokens=bucket,
-        layers=config.num_layers,
-        kernels=n_kernels,
-        temporaries=f"{temporaries / 2**20:.1f} MiB",
-        seconds=f"{seconds:.0f}",
-    )
-    assert n_kernels <= (16 if int8 else 13) * config.num_layers + 30
-    assert " while(" not in entry
-    assert temporaries < 64 * 2**20
-    figures = {
-        "kernels a layer": round(n_kernels / config.num_layers, 1),
-        "copies a layer": round(len(re.findall(r" (?:copy|transpose)\(", entry)) / config.num_layers, 1),
-        "KiB of temporaries": temporaries // 1024,
-    }
-    hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
-
-
-@pytest.mark.parametrize(("how", "activations"), [("default", {}), ("split by tokens", {"tokens": "tensor"})])
-def test_a_step_over_eight_gpus_waits_for_no_more_bytes(how, activations, tell, hold) -> None:
-    """Two layers of Llama-3-70B, the look-up of tokens included: what a device sends while it does nothing else."""
-    device, layers, bucket, rows = "h200:8", 2, 256, 64
-    name, config = model_catalog.find("llama-3-70b")
-    deployment = Deployment(
-        name=name,
-        config=replace(config, num_layers=layers),
-        topology=devices.parse(device),
-        engine=EngineConfig(tensor=8, max_rows=rows, buckets=(bucket,), max_context=2048, slots=rows * 2048),
-        spec=replace(specs.default(config.family), activations=activations),
-    )
-    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
-    with targets.lowering(stage.mesh):
-        lowered = stage.lower_forward(bucket, rows * 2048 // stage.shape.attention.block_size)
-    found = list(overlap.exchanges(lowered.compile(compiler_options.of("gpu", absent=True)).as_text() or ""))
-    waited = sum(each.sent for each in found if not each.under)
-    tell(
-        "two layers of llama-3-70b over eight GPUs",
-        activations=how,
-        collectives=len(found),
-        sent=f"{sum(each.sent for each in found) / layers / 1024:,.0f} KiB a layer",
-        waited=f"{waited / layers / 1024:,.0f} KiB",
-    )
-    assert found
-    hold(
-        f"{device}, llama-3-70b {how}",
-        {"collectives": len(found), "KiB a layer of synchronous collectives": round(waited / layers / 1024)},
-    )
-
-
-def compile_step(stage: StagePrograms, bucket: int, n_blocks: int, dump: Path) -> tuple[str, int, float]:
-    """A step's compiled program, its bytes beside arguments and results, and the seconds it took; nothing large is
-    copied."""
-    options = compiler_options.of("gpu", absent=True) | {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
-    started = time.perf_counter()
-    with targets.lowering(stage.mesh):
-        lowered, head = stage.lower_forward(bucket, n_blocks), stage.lower_head(stage.shape.points)
-    program, head = (each.compile(options) for each in (lowered, head))
-    assert not list(compiled.copies(stage, head.as_text() or "", n_blocks))
-    text, memory = program.as_text(), program.memory_analysis()
-    assert text is not None
-    assert memory is not None
-    assert not list(compiled.copies(stage, text, n_blocks))
-    return text, memory.temp_size_in_bytes, time.perf_counter() - started
-
-
 def lowered_product(
     device: str, rows: int, outputs: int, inputs: int, held: str, group: int | None, zeros: bool
 ) -> Any:
     """The product of bfloat16 rows with a narrow kernel, lowered for a device."""
-    one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
-    everywhere = jax.sharding.NamedSharding(one, specs.default("bloom").resolve((), (), one))
-
-    def like(sizes, dtype):
-        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=everywhere)
-
+    one, like = on_one(device)
     counts = (outputs,) if group is None else (outputs, inputs // group)
     points = like(counts, "int8") if zeros else None
     matrix = Quantized(like((outputs, inputs), held), like(counts, "bfloat16"), points)
