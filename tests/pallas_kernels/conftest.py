@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -265,6 +266,19 @@ WINDOWS = {
     "alternating": lambda block: (None, 16),
     "beyond the context": lambda block: (10**6,),
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _numbers_to_the_interpreter() -> Iterator[None]:
+    """The interpreter of TPU kernels gets NumPy arrays: jax would make device arrays of each argument of each step,
+    which the interpreter makes numbers of again, half of its time."""
+
+    def called(*args: np.ndarray, callback: Callable[..., Any], **_: Any) -> list[np.ndarray]:
+        return [np.asarray(each) for each in callback(*(np.array(arg) for arg in args))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax._src.callback.io_callback_impl", called)
+        yield
 
 
 @pytest.fixture
