@@ -47,7 +47,7 @@ serve: $(RUN_STAMP) ## serve the built-in demo model (ARGS="--port 50052" adds f
 	@exec $(BIN)/jaxserve serve $(ARGS)
 
 test: $(DEV_STAMP) ## run the test suite (ARGS="-k sampler" selects)
-	$(BIN)/python -m pytest $(ARGS)
+	CHECK_SHAPES=1 $(BIN)/python -m pytest $(ARGS)
 
 # The markers of pyproject.toml: every test is in `make test`, here, in test-aot, in test-deploy or in test-weekly.
 GROUPS := not (smoke or weekly or aot or schemas or alone) and (exhaustive or interpret or processes or clients or bench or long)

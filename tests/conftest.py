@@ -53,7 +53,7 @@ if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))):
 
 _MOST_MAPPINGS = 20_000  # of a process's memory; Linux allows 65,530
 
-# Their functions hold arguments and results to their annotations where CHECK_SHAPES is set (tests/test_shapes.py).
+# Their functions hold arguments and results to their annotations where CHECK_SHAPES is set, as in `make test`.
 SHAPE_CHECKED = (
     "jaxserve.models",
     "jaxserve.sampling.sampler",

@@ -1,4 +1,4 @@
-"""Tests that run with shapes and dtypes checked against their annotations: the check slows every trace."""
+"""Shapes and dtypes are checked against their annotations, as `make test` does, and the check sees wrong ones."""
 
 import os
 import subprocess
@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run_checked(*arguments: str) -> None:
+@pytest.mark.long
+def test_the_check_catches_wrong_shapes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", *arguments],
+        [sys.executable, "-m", "pytest", "-n", "0", "tests/shapes.py"],
         cwd=ROOT,
         env=os.environ | {"CHECK_SHAPES": "1"},
         capture_output=True,
@@ -22,27 +23,8 @@ def run_checked(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.long
-def test_the_check_catches_wrong_shapes() -> None:
-    run_checked("tests/shapes.py")
-
-
-KERNELS = [
-    f"tests/pallas_kernels/test_{name}.py"
-    for name in ("conformance", "isolation", "long_contexts", "cpu_product", "int8")
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "files",
-    [
-        ["tests/jaxserve/models/test_models.py", "tests/jaxserve/models/test_layers.py", "-m", "not exhaustive"],
-        ["tests/jaxserve/sampling", "tests/jaxserve/test_engine.py"],
-        KERNELS,
-    ],
-    ids=["models", "engine", "kernels"],
-)
-def test_annotations_hold(files: list[str]) -> None:
-    """Models of every family, the sampler and a whole engine, kernels."""
-    run_checked(*files)
+def test_make_test_checks_shapes() -> None:
+    """Models of every family, the sampler, whole engines and kernels are in it."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    recipe = subprocess.run(["make", "-n", "test"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert "CHECK_SHAPES=1 .venv/bin/python -m pytest" in recipe.stdout

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int8, Int32
+from jaxtyping import Float, Float8e4m3fn, Float32, Int8, Int32
 
 from jaxserve.models import experts
 from jaxserve.models.products import Quantized, dot, widened
@@ -229,7 +229,9 @@ def _dot_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return dot(x, kernel, jnp.float32)
 
 
-def _dot_tiles(x: jax.Array, kernel: Int8[jax.Array, "out in"] | Quantized) -> jax.Array:
+def _dot_tiles(
+    x: jax.Array, kernel: Int8[jax.Array, "out in"] | Float8e4m3fn[jax.Array, "out in"] | Quantized
+) -> jax.Array:
     """Widens a kernel one tile at a time, so that the wide tile stays in the CPU's cache.
 
     XLA's CPU compiler would write the whole wide kernel to memory first, ten times slower than reading float32.

@@ -97,9 +97,7 @@ def test_an_expert_elsewhere_adds_nothing(way):
     whole, first, second = (
         np.asarray(
             experts.compute(
-                x,
-                chosen,
-                weights,
+                *map(jnp.asarray, (x, chosen, weights)),
                 {name: jnp.asarray(leaf[part]) for name, leaf in stack.items()},
                 activation=experts.gated,
                 product=way,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +10,7 @@ from jaxserve.iteration import Chunk, IterationPlan
 from jaxserve.request import Request
 from jaxserve.runner.programs import StageShape
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.cache_groups import CacheGroups
 from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.tpu import TpuBackend
 from pallas_kernels.xla import XlaBackend
@@ -20,7 +20,7 @@ from tests.fixtures.traffic import Answers, run, traffic
 
 def shape(backend, **settings) -> StageShape:
     """Of 16 rows."""
-    groups = SimpleNamespace(count=1, block_size=16, max_context=128)
+    groups = CacheGroups(block_size=16, max_context=128, n_rows=16, most_tokens=256)
     given = {"max_rows": 16, "n_rows": 16, "attention": None, "product": None, "scoring": False} | settings
     return StageShape(backend=backend, groups=groups, **given)
 

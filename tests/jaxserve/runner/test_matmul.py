@@ -81,4 +81,4 @@ def test_float8_matrix(rows, tiles) -> None:
     held = jax.tree.map(jnp.asarray, held)
     product = jax.jit(partial(matmul.DeviceProducts(native=None, tiles=tiles), dtype=jnp.float32))
     np.testing.assert_allclose(product(x, held), x.astype(np.float64) @ wide.T, atol=1e-4)
-    np.testing.assert_allclose(product(x, held), project(x, held), atol=1e-4)
+    np.testing.assert_allclose(product(x, held), project(jnp.asarray(x), held), atol=1e-4)

@@ -72,7 +72,7 @@ def test_groups_are_rounded_to_the_nearest_of_16_steps(numpy, dtype) -> None:
     scales = np.repeat(np.asarray(made.scales, np.float32), 64, axis=1)
     values = np.asarray(made.values).astype(np.float32)
     back = values * scales
-    np.testing.assert_array_equal(widened(made, jnp.float32), back)
+    np.testing.assert_array_equal(widened(jax.tree.map(jnp.asarray, made), jnp.float32), back)
     rest = ~np.isnan(scales)
     assert np.isnan(scales).sum() == 64
     # The largest is -8 steps; one of the other sign may lie up to a step beyond 7.
