@@ -115,8 +115,7 @@ def attacks() -> dict[str, Attack]:
 
 
 def attack(it: Attack, ports: tuple[int, int], done: Any, until: Any) -> None:
-    """Repeats an attack until it is told to end; `done` gets each answer's status. Runs in a process of its own."""
-    os.nice(19)  # a caller elsewhere would take no processor time of this machine
+    """Repeats an attack until it is told to end; `done` gets each answer's status."""
     if it.is_grpc:
         options = [("grpc.max_send_message_length", -1)]
         with grpc.insecure_channel(f"127.0.0.1:{ports[0]}", options=options) as channel:
@@ -145,6 +144,42 @@ def attack(it: Attack, ports: tuple[int, int], done: Any, until: Any) -> None:
                 done.put(f"{answer.status} {answer.read()[:150]!r}")
             except OSError as problem:
                 done.put(repr(problem))
+
+
+def _attack_in_turn(ports: tuple[int, int], given: Any, done: Any, until: Any) -> None:
+    os.nice(19)  # a caller elsewhere would take no processor time of this machine
+    while (it := given.get()) is not None:
+        attack(it, ports, done, until)
+        done.put(None)
+
+
+class Attacker:
+    """A process that makes one attack after the other."""
+
+    def __init__(self, ports: tuple[int, int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._given, self._done, self._until = context.Queue(), context.Queue(), context.Event()
+        self._process = context.Process(target=_attack_in_turn, args=(ports, self._given, self._done, self._until))
+        self._process.start()
+
+    def under(self, name: str, polite: Polite, seconds: float) -> tuple[dict[str, list[float]], list[str]]:
+        """The times of somebody polite during an attack, for so long and three answers to it, and what these were."""
+        self._given.put(attacks()[name])
+        answers = [self._done.get()]  # it has begun
+        try:
+            times = polite.measure(seconds)
+            while len(answers) + self._done.qsize() < 3:
+                for what, more in polite.measure(0.2).items():
+                    times[what] += more
+        finally:
+            self._until.set()
+            answers += iter(self._done.get, None)
+            self._until.clear()
+        return times, answers
+
+    def close(self) -> None:
+        self._given.put(None)
+        self._process.join()
 
 
 class Polite:
@@ -216,29 +251,6 @@ def served(*flags: str) -> Iterator[tuple[int, int]]:
         process.stdout.close()
 
 
-def under(
-    name: str, polite: Polite, ports: tuple[int, int], seconds: float
-) -> tuple[dict[str, list[float]], list[str]]:
-    """The times of somebody polite during an attack, for so long and three answers to it, and what these were."""
-    context = multiprocessing.get_context("spawn")
-    done, until = context.Queue(), context.Event()
-    attacker = context.Process(target=attack, args=(attacks()[name], ports, done, until))
-    attacker.start()
-    try:
-        answers = [done.get()]  # it has begun
-        times = polite.measure(seconds)
-        while len(answers) + done.qsize() < 3:
-            for what, more in polite.measure(0.2).items():
-                times[what] += more
-    finally:
-        until.set()
-        while attacker.is_alive() or not done.empty():
-            with contextlib.suppress(Exception):
-                answers.append(done.get(timeout=0.1))
-        attacker.join()
-    return times, answers
-
-
 def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
@@ -249,21 +261,20 @@ def shown(times: dict[str, list[float]]) -> str:
 
 
 def main(names: list[str]) -> None:
-    with served() as ports:
-        polite = Polite(ports)
+    closing = contextlib.closing
+    with served() as ports, closing(Attacker(ports)) as attacker, closing(Polite(ports)) as polite:
         polite.measure(1)
         print("median, 99th percentile and worst, ms: health | gRPC health | completion | gRPC completion", flush=True)
         print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
         together: dict[str, list[float]] = {}
         for name in names or attacks():
-            times, answers = under(name, polite, ports, 4)
+            times, answers = attacker.under(name, polite, 4)
             refused, polite.refused = polite.refused, 0
             print(f"{name:28} {shown(times)}  {refused} refused; {len(answers)} calls, {answers[-1]}", flush=True)
             for call, each in times.items():
                 together.setdefault(call, []).extend(each)
         print(f"{'all of them':28} {shown(together)}")
         print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
-        polite.close()
 
 
 if __name__ == "__main__":

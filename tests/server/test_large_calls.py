@@ -1,6 +1,7 @@
 """Calls that are too large are refused before they are parsed or tokenized, and cost nobody else anything."""
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -344,14 +345,17 @@ MOST = {"health": 20, "gRPC health": 20, "completion": 50, "gRPC completion": 50
 @pytest.mark.alone
 def test_no_call_delays_another() -> None:
     """The table that `python -m tests.server.front_attack` prints, in short."""
-    with front_attack.served() as ports:
-        polite = front_attack.Polite(ports)
+    with (
+        front_attack.served() as ports,
+        contextlib.closing(front_attack.Attacker(ports)) as attacker,
+        contextlib.closing(front_attack.Polite(ports)) as polite,
+    ):
         polite.measure(1)
         quiet = front_attack.medians(polite.measure(1))
         for name in front_attack.attacks():
             late = dict.fromkeys(MOST, math.inf)  # the least of all rounds
             for _ in range(8):  # others use this machine too
-                times, answers = front_attack.under(name, polite, ports, 1.5)
+                times, answers = attacker.under(name, polite, 1)
                 assert (polite.refused, len(answers) > 2) == (0, True), name
                 for what, each in front_attack.medians(times).items():
                     late[what] = min(late[what], each - quiet[what])
@@ -360,7 +364,6 @@ def test_no_call_delays_another() -> None:
                 quiet = front_attack.medians(polite.measure(1))
             else:
                 pytest.fail(f"{name}: {late}")
-        polite.close()
 
 
 def test_wrong_ids_of_a_long_list_are_found(serve_http: Serve) -> None:
