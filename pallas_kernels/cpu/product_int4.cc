@@ -30,8 +30,8 @@ constexpr int kWidth = 4;               // outputs of a tile
 constexpr int64_t kQuarter = 32;        // inputs that are scaled together; groups are a multiple
 constexpr int64_t kVector = 4 * kQuarter;
 constexpr int64_t kBytes = 64;          // of a vector
-constexpr int64_t kAhead = 4096;        // bytes of the kernel that are prefetched
-constexpr int64_t kInItem = 16;         // outputs that a thread takes at a time
+constexpr int64_t kAhead = 4096;        // least bytes of the kernel from what is read to what is prefetched
+constexpr int64_t kInBlock = 16;        // outputs whose scales are prepared together
 constexpr int64_t kAlone = 1 << 17;     // bytes read in the time that waking a thread takes
 
 // A kernel [out, in], and what is known of it.
@@ -126,6 +126,12 @@ struct Tile {
   }
 };
 
+// Prefetches `count` numbers.
+template <typename T>
+inline void Fetch(const T* x, int64_t count) {
+  for (int64_t i = 0; i < count; i += static_cast<int64_t>(kCacheLine / sizeof(T))) __builtin_prefetch(x + i);
+}
+
 inline __m512i AddPairs(__m512i a, __m512i b) {  // of 32-bit lanes
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
@@ -135,13 +141,14 @@ template <int kRows, bool kZeros>
 void MultiplyTile(const Kernel& kernel, const Bytes& bytes, int64_t row, const Tile& tile, Vec* sums) {
   const int64_t vectors = kernel.Vectors(), length = kernel.in / 2;
   const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-120), none = _mm512_setzero_si512();
+  const int64_t ahead = RoundUp(kAhead, kWidth * length);  // the same place in later outputs
   Vec y[kRows] = {};
   for (int64_t v = 0; v < vectors; v++) {
     const __mmask64 mask = ~uint64_t{0} >> (kBytes - std::min(kBytes, length - v * kBytes));
     __m512i even[kWidth], odd[kWidth];
 #pragma GCC unroll 8
     for (int i = 0; i < kWidth; i++) {
-      __builtin_prefetch(tile.values[0] + (v * kWidth + i) * kBytes + kAhead);  // rows follow each other
+      __builtin_prefetch(tile.values[i] + v * kBytes + ahead);
       const __m512i numbers = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, tile.values[i] + v * kBytes), flip);
       even[i] = _mm512_and_si512(numbers, low);
       odd[i] = _mm512_and_si512(_mm512_srli_epi32(numbers, 4), low);
@@ -176,11 +183,13 @@ inline void MultiplyRows(int64_t rows, const Kernel& kernel, Args&&... args) {
   MultiplyTile<kRows, true>(kernel, args...);
 }
 
-// Outputs [begin, end) of all rows.
+// Outputs [begin, end) of all rows: a block.
 template <typename S>
-void MultiplyItem(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
-                  float* y) {
-  thread_local Tile tiles[kInItem / kWidth];
+void MultiplyBlock(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
+                   float* y) {
+  thread_local Tile tiles[kInBlock / kWidth];
+  Fetch(kernel.values + begin * kernel.in / 2, kAhead);
+  Fetch(scales + begin * kernel.groups, (end - begin) * kernel.groups);
   const int64_t count = (end - begin + kWidth - 1) / kWidth;
   for (int64_t i = 0; i < count; i++) tiles[i].Set(kernel, scales, begin + i * kWidth);
   for (int64_t row = 0; row < rows; row += kAtOnce)
@@ -203,10 +212,12 @@ void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const T* scales, cons
   bytes.sums.resize(rows * kernel.Vectors() * kLanes);
   ForEach(pool, rows, rows * kernel.in / kAlone,
           [&](int64_t row) { RoundRow(x + row * kernel.in, kernel, row, bytes); });
-  ForEach(pool, (kernel.out + kInItem - 1) / kInItem, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
+  const int64_t outputs = OutputsOfItem(kernel.out, kernel.in / 2, kInBlock, pool);
+  ForEach(pool, (kernel.out + outputs - 1) / outputs, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
     const NoSubnormals guard;
-    const int64_t begin = item * kInItem;
-    MultiplyItem(kernel, scales, bytes, rows, begin, std::min(kernel.out, begin + kInItem), y);
+    const int64_t last = std::min(kernel.out, (item + 1) * outputs);
+    for (int64_t begin = item * outputs; begin < last; begin += kInBlock)
+      MultiplyBlock(kernel, scales, bytes, rows, begin, std::min(last, begin + kInBlock), y);
   });
 }
 

@@ -27,7 +27,6 @@ constexpr int kAtOnce = 4, kWidth = 3;  // rows of x, and outputs, whose sums ar
 constexpr int64_t kVector = 64;         // inputs
 constexpr int64_t kAlone = 1 << 17;     // bytes read in the time that waking a thread takes
 constexpr int64_t kAhead = 4096;        // bytes of the kernel that are prefetched
-constexpr int64_t kInItem = 24;         // outputs that a thread takes at a time; a multiple of kWidth
 constexpr float kFine = 254;            // low numbers in a high one
 
 // Rows of x as bytes: x is (high + low / kFine) * step.
@@ -64,20 +63,20 @@ void RoundRow(const T* x, int64_t count, int64_t row, Bytes& bytes) {
   bytes.sums[row * 2 + 1] = _mm512_reduce_add_epi32(sum_low);
 }
 
-// kOutputs outputs from `begin` on, of kRows rows. Unless told to unroll all loops, GCC 12 keeps the sums in memory,
+// kOutputs outputs from `begin` on, `gap` apart, of kRows rows. Unless told to unroll all loops, GCC 12 keeps the sums in memory,
 // which takes twice the time.
 template <int kRows, int kOutputs>
 void MultiplyTile(const uint8_t* kernel, int64_t out, int64_t in, const Bytes& bytes, int64_t row, int64_t begin,
-                  float* y) {
+                  int64_t gap, float* y) {
   __m512i high[kRows][kOutputs] = {}, low[kRows][kOutputs] = {};
   for (int64_t v = 0; v < bytes.vectors; v++) {
     const __mmask64 mask = ~uint64_t{0} >> (kVector - std::min(kVector, in - v * kVector));
     __m512i numbers[kOutputs];
 #pragma GCC unroll 8
     for (int o = 0; o < kOutputs; o++) {
-      __builtin_prefetch(kernel + begin * in + (v * kOutputs + o) * kVector + kAhead);  // rows follow each other
-      numbers[o] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, kernel + (begin + o) * in + v * kVector),
-                                    _mm512_set1_epi8(-128));
+      const uint8_t* from = kernel + (begin + o * gap) * in + v * kVector;
+      __builtin_prefetch(from + kAhead);
+      numbers[o] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, from), _mm512_set1_epi8(-128));
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
@@ -97,7 +96,7 @@ void MultiplyTile(const uint8_t* kernel, int64_t out, int64_t in, const Bytes& b
     for (int o = 0; o < kOutputs; o++) {
       const float coarse = _mm512_reduce_add_epi32(high[r][o]) - 128 * of_x[0];
       const float fine = _mm512_reduce_add_epi32(low[r][o]) - 128 * of_x[1];
-      y[(row + r) * out + begin + o] = (coarse + fine / kFine) * bytes.steps[row + r];
+      y[(row + r) * out + begin + o * gap] = (coarse + fine / kFine) * bytes.steps[row + r];
     }
   }
 }
@@ -117,15 +116,16 @@ void Multiply(ffi::ThreadPool& pool, const T* x, int64_t rows, const uint8_t* ke
   bytes.values.resize(rows * bytes.pitch());
   bytes.steps.resize(rows), bytes.sums.resize(rows * 2);
   for (int64_t r = 0; r < rows; r++) RoundRow(x + r * in, in, r, bytes);
-  ForEach(pool, (out + kInItem - 1) / kInItem, out * in / kAlone, [&](int64_t item) {
-    int64_t o = item * kInItem;
-    const int64_t end = std::min(out, o + kInItem);
-    for (; o + kWidth <= end; o += kWidth)
+  const int64_t outputs = OutputsOfItem(out, in, kWidth, pool);
+  ForEach(pool, (out + outputs - 1) / outputs, out * in / kAlone, [&](int64_t item) {
+    const int64_t begin = item * outputs, end = std::min(out, begin + outputs);
+    const int64_t gap = (end - begin) / kWidth;  // far apart, so that the hardware prefetcher follows each output
+    for (int64_t o = begin; o < begin + gap; o++)
       for (int64_t row = 0; row < rows; row += kAtOnce)
-        MultiplyRows<kAtOnce, kWidth>(rows - row, kernel, out, in, bytes, row, o, y);
-    for (; o < end; o++)
+        MultiplyRows<kAtOnce, kWidth>(rows - row, kernel, out, in, bytes, row, o, gap, y);
+    for (int64_t o = begin + gap * kWidth; o < end; o++)
       for (int64_t row = 0; row < rows; row += kAtOnce)
-        MultiplyRows<kAtOnce, 1>(rows - row, kernel, out, in, bytes, row, o, y);
+        MultiplyRows<kAtOnce, 1>(rows - row, kernel, out, in, bytes, row, o, gap, y);
   });
 }
 
