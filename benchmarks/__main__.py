@@ -11,7 +11,7 @@ from server.commands.bench.cli import Benchmark
 
 BENCHMARKS = {
     "faults": Benchmark("benchmarks.faults", "serve under faults and check every answer"),
-    "fronts": Benchmark("benchmarks.front_doors", "route from many fronts to simulated replicas"),
+    "fronts": Benchmark("benchmarks.fronts", "route from many fronts to simulated replicas"),
     "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
     "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "overlap": Benchmark("benchmarks.overlap", "tell which collectives run while devices multiply"),

@@ -11,7 +11,7 @@
 namespace jaxserve {
 
 constexpr int kStep = 128;               // slots whose scores are computed at a time
-constexpr int kScores = kStep + kLanes;  // with room for a whole vector after the last
+constexpr int kScores = kStep + kLanes;  // and a whole vector after the last
 
 // Slots of one step that lie in one block: the step's columns from `column` on.
 struct Run {

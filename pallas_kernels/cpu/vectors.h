@@ -189,7 +189,7 @@ inline Vec Tanh(Vec x) {
 // `count` numbers of each row of b may be read, less than a vector.
 //
 // `next` has the layout of b and is needed soon. With few rows the product is bound by memory, so it is prefetched into
-// the L2 cache (L1 has no room for it).
+// the L2 cache (it does not fit into L1).
 template <int kRows, int kWidth, bool kAdd, bool kPartial = false, typename T>
 inline void MultiplyTile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
                          int64_t c_stride, const T* next, int count = 0) {
@@ -227,7 +227,7 @@ void MultiplyRows(const float* a, int64_t a_stride, const T* b, int64_t b_stride
 }
 
 // c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for up to kMostRows rows. Writes whole vectors of c, so
-// its rows must have room for them.
+// its rows must be long enough for them.
 template <bool kAdd, typename T>
 void Multiply(int rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
               int64_t c_stride, int64_t columns, const T* next) {

@@ -138,14 +138,14 @@ def test_layers_with_a_window_hold_less_and_plan_says_so(stages) -> None:
 def test_the_pool_is_as_large_as_fits(monkeypatch) -> None:
     from jaxserve.runner import kv_cache
 
-    room = 2**20
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: room + 2**19)
-    monkeypatch.setattr(kv_cache, "fitting_blocks", partial(_without_temporaries, kv_cache.fitting_blocks, room))
+    available = 2**20
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: available + 2**19)
+    monkeypatch.setattr(kv_cache, "fitting_blocks", partial(_without_temporaries, kv_cache.fitting_blocks, available))
     engine = make(slots=None, max_rows=48, buckets=(48,))
-    assert room * 0.85 < engine.report.pool_bytes <= room
+    assert available * 0.85 < engine.report.pool_bytes <= available
     assert run(engine, arrivals()[-2:]).reasons.keys() == {"far0", "far1"}
 
 
-def _without_temporaries(fitting, room, *, free, temporaries, pool_bytes, wanted) -> int:
+def _without_temporaries(fitting, available, *, free, temporaries, pool_bytes, wanted) -> int:
     del free, temporaries
-    return fitting(room, 0, pool_bytes, wanted)
+    return fitting(available, 0, pool_bytes, wanted)

@@ -1,4 +1,4 @@
-"""Several replicas behind one door: who gets a request, and that nobody notices which one did."""
+"""Several replicas behind one engine: who gets a request, and that nobody notices which one did."""
 
 import threading
 from collections import Counter

@@ -71,7 +71,7 @@ def test_tiles_cover_every_run_once(seed):
             ]
             np.testing.assert_array_equal(found[: len(expected)], np.reshape(expected, (-1, 3)), err_msg=str(sizes))
             assert (found[len(expected) :, 1] == found[len(expected) :, 2]).all()
-    most = np.asarray(make_tiles(np.int32([17] * 3), 51, 16))  # no room is left over
+    most = np.asarray(make_tiles(np.int32([17] * 3), 51, 16))  # nothing is left over
     assert (most[:, 1] < most[:, 2]).all()
 
 

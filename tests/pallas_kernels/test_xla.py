@@ -77,7 +77,7 @@ def test_a_donated_pool_is_never_copied(pool_dtype):
     made = {
         op for shape, op in re.findall(r"= (\S+) ([a-z][\w-]*)\(", program.as_text()) if any(d in shape for d in dims)
     }
-    # Fusions of this shape are updates in place: the bound on temporaries leaves room for nothing else.
+    # Fusions of this shape are updates in place: the bound on temporaries allows nothing else.
     assert made <= {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "dynamic-update-slice", "fusion"}
 
 

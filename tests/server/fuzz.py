@@ -167,12 +167,12 @@ async def call(channel: grpc.aio.Channel, method: str, message: bytes, manner: s
 
 async def attack(address: str, hostile: list[tuple[str, bytes, str]]) -> None:
     """Sends all of them, sixteen at a time, and holds that each is answered as callers may be."""
-    room = asyncio.Semaphore(16)
+    places = asyncio.Semaphore(16)
 
     async with grpc.aio.insecure_channel(address) as channel:
 
         async def one(method: str, message: bytes, manner: str) -> None:
-            async with room:
+            async with places:
                 code, details = await call(channel, method, message, manner)
                 told = (method, message, manner, code, details)
                 assert code in CODES or any(word in details for word in OF_THE_LIBRARY), told

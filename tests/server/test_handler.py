@@ -1,4 +1,4 @@
-"""The door behind every protocol: several requests of one call, and what observers are told."""
+"""What stands behind every protocol: several requests of one call, and what observers are told."""
 
 import asyncio
 import dataclasses

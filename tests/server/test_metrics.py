@@ -350,7 +350,7 @@ def test_a_line_for_every_ending(serve: Serve, tmp_path: Path, prompts: bool) ->
 
 
 class FullDisk(io.StringIO):
-    """A file for whose third write alone there is room."""
+    """A file whose third write alone succeeds."""
 
     writes = 0
 

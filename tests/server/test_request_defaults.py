@@ -57,8 +57,8 @@ def test_a_limit_is_cut_to_the_context(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         await it.stub.Generate(pb.GenerateRequest(prompt="ab"))
         await ask(it, "/v1/chat/completions", **CHAT)
-        room = [len(timing.request.prompt) + timing.request.sampling.max_tokens for timing in timings]
-        assert room == [64, 64]
+        lengths = [len(timing.request.prompt) + timing.request.sampling.max_tokens for timing in timings]
+        assert lengths == [64, 64]
 
     timings: list[RequestTiming] = []
     serve_http(lambda it: watched(it, timings, scenario), request_defaults={"max_tokens": 500}, max_context=64)

@@ -1,4 +1,4 @@
-"""Weights that are more than a device has room for."""
+"""Weights that do not fit a device."""
 
 from typing import NamedTuple
 

@@ -83,7 +83,7 @@ def raising(problem: BaseException) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize(("problem", "traced"), [(ValueError("no room"), False), (KeyError("a defect"), True)])
+@pytest.mark.parametrize(("problem", "traced"), [(ValueError("no space"), False), (KeyError("a defect"), True)])
 def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, problem, traced) -> None:
     said: list[str] = []
     membership = SimpleNamespace(join=lambda: None, fail=said.append)

@@ -79,8 +79,8 @@ def test_each_row_reads_blocks_of_its_own(monkeypatch) -> None:
 def test_a_small_pool_or_context_is_kept_to(monkeypatch, max_context, n_blocks) -> None:
     pipeline = MadeUp(monkeypatch, max_context=max_context)
     costs, slope = measure.measure_buckets(pipeline, n_blocks, lambda *_: None)
-    room = min(max_context, n_blocks * BLOCK)
-    assert all(chunk.start + chunk.length <= room for plan in pipeline.plans for chunk in plan.chunks)
+    most = min(max_context, n_blocks * BLOCK)
+    assert all(chunk.start + chunk.length <= most for plan in pipeline.plans for chunk in plan.chunks)
     assert all(change.block < n_blocks for plan in pipeline.plans for change in plan.table_changes)
     assert all(cost.milliseconds > 5 for cost in costs)
     assert slope >= 0

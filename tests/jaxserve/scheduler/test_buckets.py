@@ -61,7 +61,7 @@ def test_decodes_alone_take_the_smallest_bucket_that_holds_them(decodes, bucket)
         (7, 121, 128),
         (7, 144, 128),  # 151 tokens: 128 exactly, then 30 in 32, at 420 ms; 256 would cost 560
         (7, 23, 32),  # 30 tokens: 32 at once (120) rather than 16 twice and a third iteration
-        (7, 10, 16),  # 17 tokens: 16, and the last one where an 8 has room
+        (7, 10, 16),  # 17 tokens: 16, and the last one where an 8 fits
         (7, 249, 256),
         (0, 250, 256),  # 128 + 64 + 64 would cost 660
         (0, 100, 128),  # 64 + 32 + 4 would cost 360, 128 costs 300

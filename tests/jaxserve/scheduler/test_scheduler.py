@@ -16,7 +16,7 @@ from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import check_fits
 from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
 
-# ---- At the door
+# ---- At submission
 
 
 @pytest.mark.parametrize(

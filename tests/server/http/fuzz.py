@@ -164,10 +164,10 @@ async def send(port: int, request: bytes, manner: str) -> int | None:
 
 async def attack(port: int, hostile: list[tuple[bytes, str]]) -> None:
     """Sends all of them, eight at a time, and holds that each is answered as callers may be."""
-    room = asyncio.Semaphore(8)
+    places = asyncio.Semaphore(8)
 
     async def one(request: bytes, manner: str) -> None:
-        async with room:
+        async with places:
             status = await send(port, request, manner)
             assert status is None or status in STATUSES, (status, request, manner)
 

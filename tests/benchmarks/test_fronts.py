@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import front_doors
+from benchmarks import fronts
 from benchmarks.__main__ import main
 from jaxserve.config import EngineConfig
 from jaxserve.scheduler.buckets import BucketCost
@@ -17,7 +17,7 @@ from jaxserve.simulate.system import SimulatedEngine
 from jaxserve.simulate.virtual_clock import arrivals
 
 
-def served(fronts: int, period: float | None) -> list[Outcome]:
+def served(count: int, period: float | None) -> list[Outcome]:
     system = SimulatedEngine(
         config=EngineConfig(max_rows=4, buckets=(4, 16)),
         seconds=lambda plan: [0.01 + 0.001 * plan.bucket],
@@ -28,7 +28,7 @@ def served(fronts: int, period: float | None) -> list[Outcome]:
     )
     lengths = {"prompt": load.Range.parse("1:40"), "output": load.Range.parse("1:20"), "vocab_size": 99}
     workload = load.poisson(load.uniform(requests=300, seed=1, **lengths), rate=150.0, seed=1)
-    return front_doors.serve(system, arrivals(workload), fronts=fronts, period=period, seed=0)
+    return fronts.serve(system, arrivals(workload), fronts=count, period=period, seed=0)
 
 
 def mean(outcomes: list[Outcome]) -> float:
@@ -42,7 +42,7 @@ def test_fronts_that_always_know_the_loads_are_as_one():
 def test_stale_loads_and_fronts_that_choose_otherwise(monkeypatch):
     one, alone, told = mean(served(1, 0.0)), mean(served(16, None)), mean(served(16, 0.2))
     assert one < told < alone
-    monkeypatch.setattr(front_doors, "CHOICES", 16)
+    monkeypatch.setattr(fronts, "CHOICES", 16)
     assert mean(served(16, 0.2)) > told
 
 
