@@ -126,12 +126,6 @@ struct Tile {
   }
 };
 
-// Prefetches `count` numbers.
-template <typename T>
-inline void Fetch(const T* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += static_cast<int64_t>(kCacheLine / sizeof(T))) __builtin_prefetch(x + i);
-}
-
 inline __m512i AddPairs(__m512i a, __m512i b) {  // of 32-bit lanes
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
@@ -188,8 +182,8 @@ template <typename S>
 void MultiplyBlock(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
                    float* y) {
   thread_local Tile tiles[kInBlock / kWidth];
-  Fetch(kernel.values + begin * kernel.in / 2, kAhead);
-  Fetch(scales + begin * kernel.groups, (end - begin) * kernel.groups);
+  const S* later = scales + end * kernel.groups;  // of the next block
+  for (size_t i = 0; i < kInBlock * kernel.groups; i += kCacheLine / sizeof(S)) __builtin_prefetch(later + i);
   const int64_t count = (end - begin + kWidth - 1) / kWidth;
   for (int64_t i = 0; i < count; i++) tiles[i].Set(kernel, scales, begin + i * kWidth);
   for (int64_t row = 0; row < rows; row += kAtOnce)

@@ -22,6 +22,7 @@ from jaxserve.runner.batch import pack
 from jaxserve.runner.layout import max_context
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.cache_groups import CacheGroups
+from server import heap
 from server.commands.bench import flags, machine, report, shapes
 from server.commands.console import Progress, progress_bars, tables
 from server.commands.flags import add_engine_flags, engine_config
@@ -139,12 +140,14 @@ def measure(
             started = startup.from_params(model_config, params, settings, progress)
         (replica,) = started.loops
         params, model_config = replica.pipeline.params, replica.pipeline.model.config
+        heap.settle()  # as servers do once they are ready
         for done, case in enumerate(group, start=1):
             results[case] = Steps(case=case, milliseconds=time_case(replica, case, steps))
             progress(f"timing steps ({max_rows} rows, {started.report.dtype})", done, len(group))
         memory = memory or Memory(
             peak_rss=machine.peak_rss(), weights=started.report.weight_bytes, pool=started.report.pool_bytes
         )
+        gc.unfreeze()
         del started, replica  # its pool, before the next one is allocated
         gc.collect()
     assert memory is not None
