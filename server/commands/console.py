@@ -155,6 +155,7 @@ def show(report: StartupReport, *, model: str) -> None:
         ("model", f"{model} ({report.family}, {_count(report.parameters)} parameters, {report.dtype})"),
         ("device", f"{report.device} ({report.platform}){_layout(report)}"),
         ("attention", f"{report.attention}: {report.attention_reason}"),
+        ("padding", report.padding),
         ("memory", f"weights {_bytes(report.weight_bytes)}{rounded}, pool {_bytes(report.pool_bytes)}"),
         ("slots", f"{report.slots:,} in blocks of {report.block_size}, {report.kv_cache_dtype}{each}"),
         ("batch", f"{report.max_rows} rows of up to {report.max_context:,} tokens{each}"),
@@ -165,7 +166,8 @@ def show(report: StartupReport, *, model: str) -> None:
             f"{report.programs} cached), measure {report.measure_seconds:.1f} s",
         ),
     ):
-        facts.add_row(name, value)
+        if value:
+            facts.add_row(name, value)
     out.print(facts)
     table = Table(box=None, padding=(0, 2))
     for column in ("bucket (tokens)", "compile (s)", "iteration (ms)", "tokens/s"):

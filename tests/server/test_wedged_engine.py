@@ -1,6 +1,9 @@
-"""A real engine whose program never returns, in a server that nobody restarts."""
+"""A real engine that stands still, in a server that nobody restarts."""
 
 import asyncio
+import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +21,8 @@ from server.app import _RECOVERY_SECONDS, ServerApp
 from server.commands import cli, flags
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
+from tests.server.commands.serve_process import running
+from tests.server.engine_process.test_processes import child_of
 from tests.server.fake_engine import WAIT_SECONDS
 
 SETTINGS = [
@@ -90,3 +95,20 @@ def test_callers_of_a_wedged_engine_fail_in_time(checkpoint: Path, goes_on: thre
     args = cli.parser().parse_args(["serve", "--model", str(checkpoint), *SETTINGS])
     with Engine.from_checkpoint(checkpoint, flags.engine_config(args)) as engine:
         asyncio.run(scenario(engine))
+
+
+@pytest.mark.processes
+def test_callers_of_a_stopped_engine_process_fail() -> None:
+    """The running one and the waiting one, by default: the engine in a process of its own, without `--supervise`."""
+    settings = ("--port", "0", "--http-port", "off", "--max-rows", "1", "--stall-seconds", str(STALL_SECONDS))
+    with running("server.commands.cli serve", *settings) as server:
+        port = server.until(lambda: re.search(r"ready on \S+:(\d+)", server.log))[1]
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = InferenceStub(channel)
+            request = pb.GenerateRequest(prompt="It was a", max_tokens=480, ignore_eos=True)
+            answers = [stub.Generate.future(request, timeout=2 * WAIT_SECONDS) for _ in range(2)]
+            server.until(lambda: stub.GetLoad(pb.GetLoadRequest()).waiting == 1)
+            engine = child_of(server.process.pid)
+            os.kill(engine, signal.SIGSTOP)
+            for answer in answers:
+                assert answer.code() is grpc.StatusCode.UNAVAILABLE

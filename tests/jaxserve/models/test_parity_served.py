@@ -74,6 +74,7 @@ def test_the_engine_answers_like_the_library(name, tensor, tmp_path) -> None:
             prompt_logprobs=0,
         )
         assert engine.load().compiled_after_ready == 0
+        assert ("held as" in engine.report.padding) == (tensor > 1)
     for completion, answer in zip(completions, case.answers, strict=True):
         assert completion.prompt_logprobs is not None
         assert completion.logprobs is not None

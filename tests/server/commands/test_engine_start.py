@@ -1,5 +1,6 @@
 """The start of an engine from a command: its share of a GPU's memory, and jax's profiler."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.commands import cli
+from server.commands import cli, console
 from server.commands import engine_start as start
+from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,6 +45,14 @@ def test_ctrl_c_during_the_start_ends_the_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "jaxserve: interrupted\n")
+
+
+def test_padding_is_told_once_and_only_if_there_is_any(capsys: pytest.CaptureFixture[str]) -> None:
+    report, padding = FakeEngine(None).report, "vocab 50,257 held as 50,258"
+    console.show(report, model="a")
+    assert "padding" not in capsys.readouterr().err.partition("bucket")[0]
+    console.show(dataclasses.replace(report, padding=padding), model="a")
+    assert capsys.readouterr().err.count(padding) == 1
 
 
 def test_a_run_is_profiled_where_that_is_asked_for(tmp_path: Path) -> None:
