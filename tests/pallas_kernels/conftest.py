@@ -268,7 +268,7 @@ WINDOWS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _numbers_to_the_interpreter() -> Iterator[None]:
     """The interpreter of TPU kernels gets NumPy arrays: jax would make device arrays of each argument of each step,
     which the interpreter makes numbers of again, half of its time."""

@@ -30,6 +30,11 @@ SHAPE = AttentionShape(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _numbers_to_the_interpreter() -> None:
+    """Mosaic's interpreter for GPUs takes jax's arrays."""
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block", "alibi"),
     [(2, 2, 64, 16, True), (3, 1, 128, 64, False), (2, 1, 64, 128, True)],
