@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,9 @@ from jaxserve.runner import cache_folder
 # Rewritten tests are kept, whatever the environment says: every worker would rewrite all of them anew, 7 s of a core.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A shell ignores Ctrl-C for commands in the background, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 _MOST_COMPILED = 2 * 2**30  # bytes; a run fills 70 MB
