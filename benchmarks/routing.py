@@ -62,6 +62,7 @@ class Replicas:
             yield NEW, self._time(_allocation(self.unknown))
         for prompt in self.prompts:
             self.index._hashed.clear()
+            self.index._hashed_tokens = 0
             yield FORGOTTEN, self._time(_allocation(prompt))
 
     def _time(self, request: BlockAllocation) -> float:

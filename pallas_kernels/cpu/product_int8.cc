@@ -63,8 +63,8 @@ void RoundRow(const T* x, int64_t count, int64_t row, Bytes& bytes) {
   bytes.sums[row * 2 + 1] = _mm512_reduce_add_epi32(sum_low);
 }
 
-// kOutputs outputs from `begin` on, `gap` apart, of kRows rows. Unless told to unroll all loops, GCC 12 keeps the sums in memory,
-// which takes twice the time.
+// kOutputs outputs from `begin` on, `gap` apart, of kRows rows. Unless told to unroll all loops, GCC 12 keeps the sums
+// in memory, which takes twice the time.
 template <int kRows, int kOutputs>
 void MultiplyTile(const uint8_t* kernel, int64_t out, int64_t in, const Bytes& bytes, int64_t row, int64_t begin,
                   int64_t gap, float* y) {
