@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from sharding.spec import pattern
+from sharding.parameter_names import pattern
 
 _NAMED = 3  # most parameters that an error names
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from jax.sharding import PartitionSpec
 
 from sharding import axes as mesh_axes
+from sharding.parameter_names import check_layers, instead, matches, pattern
 
 Target = str | tuple[str, ...] | None  # a mesh axis, several (the last runs fastest), or none: every device has it all
 Rules = Mapping[str, Target]  # logical axis -> mesh axes
@@ -26,7 +24,6 @@ POOL_AXES = ("heads", "kv_heads", "rows", "slots")
 PADDABLE = ("heads", "kv_heads", "vocab", "ffn")  # these can be padded without a change of the answers
 
 _LISTED = 1024  # largest mesh size that an error lists
-_LAYERS = re.compile(r"(?<![^.])\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?![^.])")  # a part of a glob, such as 0,4-7
 
 
 class MeshLike(Protocol):
@@ -181,17 +178,17 @@ class ShardingSpec:
                     if each not in mesh.shape:
                         raise ValueError(f"[{title}]: {_no_mesh_axis(logical, each, mesh)}")
         for glob, rules in self.parameters.items():
-            _check_layers(glob, parameters)
+            check_layers(glob, parameters)
             matched = {name: axes for name, axes in parameters.items() if matches(name, glob)}
             if not matched:
                 patterns = dict.fromkeys(map(pattern, parameters))
-                raise ValueError(f'[parameters."{glob}"] matches no parameter{_instead(glob, patterns)}')
+                raise ValueError(f'[parameters."{glob}"] matches no parameter{instead(glob, patterns)}')
             axes = {axis for each in matched.values() for axis in each}
             for logical in rules:
                 if logical not in axes:
                     raise ValueError(
                         f'[parameters."{glob}"]: {next(iter(matched))} has no logical axis {logical!r}'
-                        f"{_instead(logical, sorted(axes))}"
+                        f"{instead(logical, sorted(axes))}"
                     )
 
     def _target(self, rules: Rules, logical: str, mesh: MeshLike, name: str, section: Section) -> Target:
@@ -202,7 +199,7 @@ class ShardingSpec:
         elif logical == "kv_heads" and "heads" in rules:
             target = rules["heads"]
         else:
-            raise ValueError(f"{name}: logical axis {logical!r} has no rule{_instead(logical, rules)}")
+            raise ValueError(f"{name}: logical axis {logical!r} has no rule{instead(logical, rules)}")
         for each in names(target):
             if each not in mesh.shape:
                 raise ValueError(f"{name}: {_no_mesh_axis(logical, each, mesh)}")
@@ -261,7 +258,7 @@ def read(source: str | Path | Mapping[str, Any], base: ShardingSpec) -> Sharding
     known = ("mesh", "axes", "parameters", "gather", "activations", "pool", "pad")
     for section in entries:
         if section not in known:
-            raise ValueError(f"{path}: there is no section [{section}]{_instead(section, known)}")
+            raise ValueError(f"{path}: there is no section [{section}]{instead(section, known)}")
 
     logical = [*base.rules, *(["kv_heads"] if "heads" in base.rules else [])]
 
@@ -295,7 +292,7 @@ def _table(path: str, title: str, table: Any, axes: Iterable[str]) -> list[tuple
         raise ValueError(f"{path}: {title} is {table!r}; write a section [{title}]")
     for axis in table:
         if axis not in axes:
-            raise ValueError(f"{path}: [{title}] names unknown logical axis {axis!r}{_instead(axis, axes)}")
+            raise ValueError(f"{path}: [{title}] names unknown logical axis {axis!r}{instead(axis, axes)}")
     return list(table.items())
 
 
@@ -307,7 +304,7 @@ def _mesh_axis(where: str, axis: str, value: Any) -> Target:
 
 
 def _no_mesh_axis(logical: str, target: str, mesh: MeshLike) -> str:
-    others = _instead(target, mesh.axis_names)
+    others = instead(target, mesh.axis_names)
     return f"logical axis {logical!r} goes to {target!r}, which is not an axis of the mesh{others}"
 
 
@@ -327,50 +324,3 @@ def _uneven(logical: str, count: int, target: Target, mesh_shape: Mapping[str, i
         more = -(-count // devices) * devices
         message += f", or padded to {more}, {100 * (more - count) / count:.2g}% more ([pad] {logical} = true)"
     return message
-
-
-def pattern(name: str, layers: str = "*") -> str:
-    """A glob for a parameter in other layers, by default all: `layers` replaces the index."""
-    return ".".join(layers if part.isdigit() else part for part in name.split("."))
-
-
-def layer_of(name: str) -> int | None:
-    """The layer of a parameter; None outside the layers."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
-
-
-def matches(name: str, glob: str) -> bool:
-    """Whether a glob matches a name; `layers.0,4-7.*` matches those of layers 0 and 4 to 7."""
-    index = layer_of(name)
-    if index is not None:
-        glob = _LAYERS.sub(lambda found: str(index) if _has(found[0], index) else found[0], glob)
-    return fnmatchcase(name, glob)
-
-
-def _has(text: str, layer: int) -> bool:
-    return any(layer in part for part in _layers(text))
-
-
-def _layers(text: str) -> list[range]:
-    """The layers of a list of indices and ranges, such as 0,4-7."""
-    ends = (part.partition("-") for part in text.split(","))
-    return [range(int(first), int(last or first) + 1) for first, _, last in ends]
-
-
-def _check_layers(glob: str, parameters: Iterable[str]) -> None:
-    """ValueError if a part of a glob names layers that the model lacks, or an empty range."""
-    have = {layer for name in parameters if (layer := layer_of(name)) is not None}
-    for found in _LAYERS.finditer(glob):
-        for part, layers in zip(found[0].split(","), _layers(found[0]), strict=True):
-            if not layers:
-                raise ValueError(f'[parameters."{glob}"]: {part} has no layers; write {layers.stop - 1}-{layers.start}')
-            if layers.stop - 1 not in have:
-                raise ValueError(f'[parameters."{glob}"]: there are no layers {part}; the model has 0-{max(have)}')
-
-
-def _instead(name: str, known: Iterable[Any]) -> str:
-    others = [str(each) for each in known]
-    close = difflib.get_close_matches(name, others, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are {', '.join(map(repr, others))}" if others else "; there are none"

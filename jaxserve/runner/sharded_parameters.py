@@ -15,7 +15,8 @@ from jaxserve import weights
 from jaxserve.models.products import Quantized
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.weights import naming
-from sharding.spec import Target, layer_of, pattern
+from sharding.parameter_names import layer_of, pattern
+from sharding.spec import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

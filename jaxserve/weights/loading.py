@@ -6,103 +6,27 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve import models
 from jaxserve.models.products import Quantized
 from jaxserve.weights import naming, narrow, orbax
 from jaxserve.weights.checkpoint import StoredTensors
 from jaxserve.weights.naming import Parameter, parameters
+from jaxserve.weights.narrow import is_matrix
 from jaxserve.weights.packed_tensor import PackedTensor
-from jaxserve.weights.regions import UNCHANGED, StoredLayout, layout
+from jaxserve.weights.placement import Place, describe, on_one_device
+from jaxserve.weights.regions import UNCHANGED, layout
 from jaxserve.weights.stored import Region, StoredTensor
-from sharding.spec import ShardingSpec
 
-# place(name, shape, axes) -> sharding, with a layout where it is not the device's default; None for a parameter that is
-# not loaded; names are like layers.3.qkv.kernel
-Place = Callable[[str, tuple[int, ...], tuple[str, ...]], Sharding | Format | None]
 Progress = Callable[[str, int, int], None]  # (activity, done, total)
 
-LAID_OUT = frozenset({"tpu"})  # platforms where some parameters do not have the default layout
 _CHUNK = 16 * 2**20  # bytes of a file that are copied before their pages are freed
 _TRANSPOSED_ROWS = 16  # rows that are transposed at a time: one cache line of each target row
 _ALIGNMENT = 64  # bytes; an aligned array becomes a jax.Array on a CPU without a copy
-
-
-def on_one_device(_name: str, _shape: tuple[int, ...], _axes: tuple[str, ...]) -> Sharding:
-    """Places everything on the first device."""
-    return SingleDeviceSharding(jax.devices()[0])
-
-
-def on_mesh(model: models.Model, mesh: Mesh, spec: ShardingSpec, platform: str) -> Place:
-    """Places parameters on a mesh of devices of a platform by a spec.
-
-    The returned function raises the ValueErrors of `ShardingSpec.resolve`.
-    """
-    counts = model.axis_sizes()
-    known: dict[Any, Sharding | Format] = {}  # layers are alike, unless the spec has rules for names
-
-    def place(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Sharding | Format:
-        kind = (name if spec.parameters else "", shape, axes)
-        if kind not in known:
-            sharding = NamedSharding(mesh, spec.resolve(axes, shape, mesh, name=name, counts=counts))
-            order = _memory_order(axes) if platform in LAID_OUT else None
-            known[kind] = sharding if order is None else Format(MemoryLayout(order), sharding)
-        return known[kind]
-
-    return place
-
-
-def _memory_order(axes: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The order of a parameter's axes in a TPU's memory, slowest first; None: the compiler's.
-
-    Parameters in another order are copied whole in every iteration: a lookup reads the rows of a table, and XLA's
-    ragged product reads the kernels of experts [E, out, in] as [E, in, out] (compiled with jax 0.10.2).
-    """
-    if axes[0] == "expert" and len(axes) == 3:
-        return 0, 2, 1
-    return (0, 1) if axes[0] == "vocab" and len(axes) == 2 else None
-
-
-def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, quantize: str | None) -> models.Params:
-    """Shapes, dtypes and shardings of a model's parameters on the devices.
-
-    Scales are sharded like the rows, or like the groups, that they belong to.
-
-    Args:
-      quantize: how matrices are held (`narrow.format_of`).
-
-    Raises:
-      ValueError: groups of inputs do not divide a matrix, or its part on a device; or from `place`.
-    """
-
-    def held(parameter: Parameter) -> jax.ShapeDtypeStruct | Quantized:
-        name, shape, axes, _ = parameter
-        placed, form = place(name, shape.shape, axes), narrow.format_of(name, quantize, model.config.stored)
-        if form is None:
-            return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=placed)
-        like = narrow.shapes_of(form, shape.shape, dtype, name)
-        if like.group is None:
-            beside = place(name, like.scales.shape, axes[:-1])
-        else:
-            beside = placed
-            if isinstance(placed, Sharding) and (inputs := placed.shard_shape(like.shape)[-1]) % like.group:
-                raise ValueError(
-                    f"{name}: each device would have {inputs} of {like.shape[-1]} inputs, which are not whole groups "
-                    f"of {like.group} ({form.dtype}); split it over fewer devices, or quantize to int8"
-                )
-        each = Quantized(placed, beside, None if like.zeros is None else beside)
-        return jax.tree.map(lambda part, at: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=at), like, each)
-
-    structure = jax.tree.structure(model.axes(), is_leaf=models.is_tuple)
-    return jax.tree.unflatten(structure, map(held, parameters(model, dtype)))
 
 
 def load(
@@ -168,55 +92,6 @@ def load(
             if progress is not None:
                 progress("reading weights", done, total)
     return jax.tree.unflatten(jax.tree.structure(described, is_leaf=is_matrix), leaves)
-
-
-def padded(model: models.Model, params: models.Params) -> models.Params:
-    """Pads a model's parameters; leaves that have the padded shape are unchanged."""
-    return _convert_leaves(model, params, model, StoredLayout.pad)
-
-
-def unpadded(model: models.Model, params: models.Params) -> models.Params:
-    """Removes the padding of parameters; leaves that have the unpadded shape are unchanged."""
-    return _convert_leaves(model, params, model.unpadded, StoredLayout.unpad)
-
-
-def _convert_leaves(
-    model: models.Model,
-    params: models.Params,
-    like: models.Model,
-    move: Callable[[StoredLayout, Any, tuple[int, ...]], Any],
-) -> models.Params:
-    """Applies `move` (`StoredLayout.pad` or `unpad`) to leaves shaped unlike those of `like`."""
-    wanted = parameters(model.unpadded, jnp.dtype(jnp.float32))
-    shapes = [leaf.shape for leaf in jax.tree.leaves(like.shapes(jnp.float32))]
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_matrix)
-    moved = []
-    for (name, own, axes, _), shape, leaf in zip(wanted, shapes, leaves, strict=True):
-        if leaf.shape != shape:
-            of = layout(model, name, axes, own.shape, UNCHANGED)
-            leaf = _move_quantized(of, leaf, shape, move) if is_matrix(leaf) else move(of, leaf, shape)
-        moved.append(leaf)
-    return jax.tree.unflatten(structure, moved)
-
-
-def _move_quantized(
-    of: StoredLayout,
-    leaf: Quantized,
-    shape: tuple[int, ...],
-    move: Callable[[StoredLayout, Any, tuple[int, ...]], Any],
-) -> Quantized:
-    """A quantized matrix after `move`; scales and zero points go with their rows and groups."""
-    values, of_inputs = move(of, leaf.values, shape), of.axis == len(shape) - 1
-    if leaf.group is None:
-        return Quantized(values, leaf.scales if of_inputs else move(of, leaf.scales, shape[:-1]))
-    of, groups = of.in_units(leaf.group) if of_inputs else of, (*shape[:-1], shape[-1] // leaf.group)
-    beside = (part if part is None else move(of, part, groups) for part in leaf[1:])
-    return Quantized(values, *beside)
-
-
-def is_matrix(node: Any) -> bool:
-    """Whether a node of a parameter tree is a quantized matrix."""
-    return isinstance(node, Quantized)
 
 
 def _load_array(

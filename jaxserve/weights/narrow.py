@@ -127,3 +127,8 @@ def _quantize_into(structure: Any, forms: tuple[tuple[tuple[int, ...], np.dtype,
     like = structure.unflatten(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in forms)
     places = structure.unflatten(place for _, _, place in forms)
     return jax.jit(partial(quantize, like=like), out_shardings=places)
+
+
+def is_matrix(node: Any) -> bool:
+    """Whether a node of a parameter tree is a quantized matrix."""
+    return isinstance(node, Quantized)

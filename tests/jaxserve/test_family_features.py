@@ -20,7 +20,7 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.ngrams import NgramIndex
 from jaxserve.startup import silent
-from jaxserve.weights import is_matrix, loading
+from jaxserve.weights import is_matrix, placement
 from tests.fixtures.texts import check_texts, constrained, printable_tokenizer
 from tests.fixtures.tiny import CONFIG, VOCAB
 from tests.fixtures.traffic import Answers, run, traffic
@@ -197,7 +197,7 @@ def test_kernels_of_experts_in_another_order_in_memory(source, quantize, tmp_pat
     config, params = model_of(family)
     settings = dataclasses.replace(CONFIG, slots=320, dtype="float32", quantize=quantize)
     expected = run(Engine.from_params(config, params, settings), traffic(8))
-    monkeypatch.setattr(loading, "LAID_OUT", {"cpu"})
+    monkeypatch.setattr(placement, "LAID_OUT", {"cpu"})
     monkeypatch.setattr(startup, "program_cache", lambda config: None)  # their programs are told apart by the platform
     if source == "memory":
         engine = Engine.from_params(config, params, settings)

@@ -89,7 +89,7 @@ def test_a_worker_shows_where_a_defect_is_and_nothing_else(monkeypatch, caplog, 
     membership = SimpleNamespace(join=lambda: None, fail=said.append)
     monkeypatch.setattr(start, "MasterConnection", lambda *_, **__: membership)
     monkeypatch.setattr(start, "_facts", lambda *_: [])
-    monkeypatch.setattr(start, "_prepare", raising(problem))
+    monkeypatch.setattr(start, "prepare", raising(problem))
     with pytest.raises(type(problem)):
         start.follow("a model", EngineConfig(tensor=2), place(1, "127.0.0.1:9000"), tell=lambda _: None)
     assert said == [f"{type(problem).__name__}: {problem}"]
