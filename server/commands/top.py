@@ -70,7 +70,7 @@ class Board:
         used, cached = (load[f"slots_{what}"] / load["slots_total"] for what in ("used", "cached"))
         table.add_row(
             f"{news['tokens_per_second']:,.0f} tokens/s",
-            f"running {load['running']} of {about['rows'] * about['replicas']}",
+            f"running {load['running']}, {about['rows'] * about['replicas']} rows",  # more can run (see page.html)
             f"waiting {load['waiting']:,} ({load['waiting_tokens']:,} tokens)",
             f"slots {used:.0%} used, {cached:.0%} cached",
         )

@@ -1,5 +1,6 @@
 """The pages in a browser: on a desk and on a phone, light and dark, and a chat. Pictures of each go to tmp_path."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ def test_pages_on_a_desk_and_on_a_phone(
     seen: dict[str, Any] = {}
 
     async def scenario(it: Served) -> None:
+        load = it.engine.load
+        it.engine.load = lambda: dataclasses.replace(load(), running=5)  # with 4 rows
         seen.update(await foreign("looks.js", f"{it.url}/", browser, tmp_path, plan))
 
     serve_http(scenario)
@@ -39,6 +42,7 @@ def test_pages_on_a_desk_and_on_a_phone(
     assert "each request a row" in seen["board"][1]
     # The echo of "It was a" ends before its first " a".
     assert (seen["text"], seen["stopped"].split(":")[0]) == ("It was aIt was", "stop")
+    assert seen["running"].split("\n") == ["5", "running, 4 rows"]  # not "5 / 4 running"
     assert (seen["light"], seen["dark"]) == ("rgb(255, 255, 255)", "rgb(18, 22, 31)")
     # The second call of the chat has the first and its answer. The template makes "<user>Hi<bot>" of a message.
     assert seen["first"].startswith("length: 12 tokens after 13, ")

@@ -122,6 +122,14 @@ def test_top_shows_iterations_as_columns_and_rows_as_lines(engine: Recorded):
     assert "not serving" in lines[0]
 
 
+def test_top_does_not_count_running_requests_of_rows(engine: Recorded):
+    live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
+    news = live.since(0)
+    top = "\n".join(shown([news | {"load": news["load"] | {"running": 5}}]))
+    assert "running 5, 4 rows" in top
+    assert "5 of 4" not in top
+
+
 def test_top_says_what_a_small_window_leaves_out(engine: Recorded):
     live = LiveStats(engine)  # pyright: ignore[reportArgumentType]
     assert any("2 more rows" in line for line in shown([live.since(0)], height=10))

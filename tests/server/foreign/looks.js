@@ -45,6 +45,9 @@ async function main() {
     seen.stopped = await generated();
     seen.text = await page.$eval("#answer", (element) => element.textContent);
     await page.$eval("#stop", (element) => (element.value = ""));
+    seen.running = await page.evaluate(
+      () => [...document.querySelectorAll("#numbers > div")].find((each) => each.innerText.includes("running")).innerText,
+    );
     seen.desk = await layout();
     await picture("light");
     await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
