@@ -1,5 +1,7 @@
 """What those who run a server rely on over HTTP: request ids, names of metrics, the description of the calls."""
 
+import shutil
+import subprocess
 from collections.abc import Callable
 
 import httpx2 as httpx
@@ -60,7 +62,26 @@ def test_names_of_metrics_follow_prometheus_rules(serve_http: Serve) -> None:
     serve_http(scenario)
 
 
-def test_calls_are_described(serve_http: Serve) -> None:
+@pytest.mark.clients
+def test_promtool_has_no_complaint(serve_port: Serve) -> None:
+    """Prometheus' own check of /metrics; vLLM's names are as vLLM has them."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool is installed (it is in Debian's package prometheus)")
+
+    async def scenario(it: Served) -> None:
+        await ask(it, "/v1/completions", prompt="abc", max_tokens=3)
+        async with httpx.AsyncClient(base_url=it.url) as client:
+            text = (await client.get("/metrics")).text
+        checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+        complaints = checked.stderr.splitlines()
+        assert any(line.startswith("vllm:") for line in complaints)  # whose colons it minds: it has read them
+        assert [line for line in complaints if not line.startswith("vllm:")] == []
+
+    serve_port(scenario)
+
+
+def test_calls_are_described(serve_port: Serve) -> None:
     async def scenario(it: Served) -> None:
         async with httpx.AsyncClient(base_url=it.url) as client:
             told = (await client.get("/openapi.json")).json()
