@@ -61,8 +61,9 @@ def from_checkpoint(path: str | Path, config: EngineConfig, progress: Progress) 
     """Loads a checkpoint directory and compiles every program (see `Engine.from_checkpoint`)."""
     started = time.perf_counter()
     model = models.build(weights.read_config(path))
-    with native_kernels.compiling(progress):
+    with native_kernels.compiling(progress) as is_compiled:  # where weights go depends on the kernels
         tokenizer = Tokenizer.from_directory(path)
+        weights.read_ahead(path, until=is_compiled)
     replicas, reason = replica_programs(config, model)
     programs = replicas[0]
     device = programs[0].mesh.devices.flat[0]

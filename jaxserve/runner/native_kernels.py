@@ -14,14 +14,17 @@ STEP = "compiling the CPU kernels (C++; kept for later starts)"
 
 
 @contextlib.contextmanager
-def compiling(progress: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Compiles them while the block runs if this machine has none yet, up to a minute."""
+def compiling(progress: Callable[[str, int, int], None]) -> Iterator[Callable[[], bool]]:
+    """Compiles them while the block runs if there are none yet, up to a minute.
+
+    Yields a function that tells whether they are compiled.
+    """
     if jax.default_backend() != "cpu" or build.is_compiled():
-        yield
+        yield lambda: True
         return
     progress(STEP, 0, 1)
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(build.refusal)
-        yield
+        yield done.done
         done.result()
     progress(STEP, 1, 1)

@@ -4,7 +4,7 @@
 `loading` loads, `padding` pads, `saving` writes, `orbax` is the converted format, `narrow` quantizes.
 """
 
-from jaxserve.weights.checkpoint import CheckpointError, read_config
+from jaxserve.weights.checkpoint import CheckpointError, read_ahead, read_config
 from jaxserve.weights.loading import Progress, load
 from jaxserve.weights.narrow import is_matrix, nbytes
 from jaxserve.weights.padding import padded, unpadded
@@ -25,6 +25,7 @@ __all__ = [
     "on_mesh",
     "on_one_device",
     "padded",
+    "read_ahead",
     "read_config",
     "unpadded",
     "write_hf",
