@@ -81,7 +81,7 @@ def test_promtool_has_no_complaint(serve_port: Serve) -> None:
     serve_port(scenario)
 
 
-def test_calls_are_described(serve_port: Serve) -> None:
+def test_calls_are_described(serve_http: Serve) -> None:
     async def scenario(it: Served) -> None:
         async with httpx.AsyncClient(base_url=it.url) as client:
             told = (await client.get("/openapi.json")).json()
