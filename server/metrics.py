@@ -83,7 +83,7 @@ _COUNTERS = {
     ),
     "strangers": ("strangers", "Connections to host 0 that did not know the secret of the hosts.", None),
 }
-_HISTOGRAMS = {
+_HISTOGRAMS: dict[str, tuple[Any, ...]] = {  # the text, the buckets, and vLLM's names
     "time_to_first_token_seconds": (
         "Time from arrival to first token (TTFT).",
         _SECONDS,
@@ -109,10 +109,15 @@ _HISTOGRAMS = {
         _TOKENS,
         "request_prefill_kv_computed_tokens",
     ),
-    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS, "request_generation_tokens"),
+    "request_generation_tokens": (
+        "Generated tokens of a request.",
+        _TOKENS,
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",  # of the samples of a call, each of which is a request here
+    ),
     "request_max_tokens": ("Most tokens that a request asks for.", _TOKENS, "request_params_max_tokens"),
-    "iteration_seconds": ("Time of one iteration, host and device.", _SECONDS, None),
-    "iteration_host_seconds": ("Host time of one iteration.", _HOST_SECONDS, None),
+    "iteration_seconds": ("Time of one iteration, host and device.", _SECONDS),
+    "iteration_host_seconds": ("Host time of one iteration.", _HOST_SECONDS),
     "iteration_tokens": ("Tokens of one iteration, without padding.", _TOKENS, "iteration_tokens_total"),
 }
 _FINISHED = {
@@ -156,7 +161,7 @@ class Metrics(Observer):
         self._histograms = {
             # Not in the registry: `collect` yields it under both of its names.
             name: Histogram(f"jaxserve_{name}", text, ("model_name",), registry=None, buckets=buckets)
-            for name, (text, buckets, _) in _HISTOGRAMS.items()
+            for name, (text, buckets, *_) in _HISTOGRAMS.items()
         }
         self._labelled = {name: histogram.labels(model) for name, histogram in self._histograms.items()}
         self._ended: Counter[FinishReason | None] = Counter(dict.fromkeys(_FINISHED, 0))
@@ -261,12 +266,17 @@ class Metrics(Observer):
             yield vllm_metrics.cache_config(self._model, report, prefix_cache=prefix_cache)
             accepted = [self._accepted[place] for place in range(self._engine.config.draft_tokens)]
             yield from vllm_metrics.families(
-                self._model, load, block_size=report.block_size, drafts=self._drafts, accepted=accepted
+                self._model,
+                load,
+                healthy=self._healthy(),
+                block_size=report.block_size,
+                drafts=self._drafts,
+                accepted=accepted,
             )
         for name, histogram in self._histograms.items():
             for metric in histogram.collect():
                 yield metric
-                if (alias := _HISTOGRAMS[name][2]) is not None:
+                for alias in _HISTOGRAMS[name][2:]:
                     yield vllm_metrics.renamed(metric, f"vllm:{alias}")
         yield from self._by_reason()
 

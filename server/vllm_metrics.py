@@ -28,11 +28,14 @@ class _Figure(NamedTuple):
     values: Mapping[str, float]
 
 
-def families(model: str, load: Load, *, block_size: int, drafts: int, accepted: Sequence[int]) -> list[Metric]:
+def families(
+    model: str, load: Load, *, healthy: bool, block_size: int, drafts: int, accepted: Sequence[int]
+) -> list[Metric]:
     """The metrics of one moment.
 
     Args:
       model: value of the label model_name.
+      healthy: whether the engine serves; a board shows one that tells no state as down.
       block_size: tokens of a block.
       drafts: decodes that had drafted tokens behind them.
       accepted: how many tokens at each place of a draft were chosen; empty without speculation.
@@ -41,6 +44,7 @@ def families(model: str, load: Load, *, block_size: int, drafts: int, accepted: 
     from_host = min(cached, load.host_cache_loaded * block_size)
     by_source = {"local_compute": computed, "local_cache_hit": cached, "external_kv_transfer": 0}
     by_tier = {"device": cached - from_host, "host": from_host}
+    states = {"awake": 1, "weights_offloaded": 0, "discard_all": 0} if healthy else {}
     count, gauge = CounterMetricFamily, GaugeMetricFamily
     found = (
         _Figure(count, "prompt_tokens", "Prompt tokens, computed or cached.", "", {"": computed + cached}),
@@ -55,6 +59,7 @@ def families(model: str, load: Load, *, block_size: int, drafts: int, accepted: 
             "reason",
             {"capacity": load.waiting, "deferred": 0},
         ),
+        _Figure(gauge, "engine_sleep_state", "Whether the engine is awake, which it always is.", "sleep_state", states),
         _Figure(count, "spec_decode_num_drafts", "Decodes with drafted tokens.", "", {"": drafts}),
         _Figure(
             count,

@@ -77,6 +77,7 @@ def test_figures_are_true_under_both_names(serve: Serve) -> None:
             ("jaxserve_decode_seconds_count", "vllm:request_decode_time_seconds_count", 4),
             ("jaxserve_request_prompt_tokens_sum", "vllm:request_prompt_tokens_sum", 3 + 3 + 4 + 2 + 1),
             ("jaxserve_request_generation_tokens_sum", "vllm:request_generation_tokens_sum", 4 + 4 + 4 + 2),
+            ("jaxserve_request_generation_tokens_sum", "vllm:request_max_num_generation_tokens_sum", 4 + 4 + 4 + 2),
         ):
             assert found[ours, ""] == found[theirs, ""] == value, ours
         assert found["jaxserve_prompt_tokens_total", ""] == load.prompt_tokens
@@ -112,6 +113,7 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
         await it.until(lambda: it.engine.load().waiting == 6)
         await it.step()
         found = samples(it.app.metrics.text())
+        assert found["vllm:engine_sleep_state", "awake"] == 1
         assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
         assert found["vllm:kv_cache_usage_perc", ""] == 16 / 8192
         assert found["jaxserve_outstanding_tokens", ""] == 6 * 12 - 4
@@ -122,7 +124,9 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
             await call
         it.engine.fail()
         await it.until(lambda: not it.engine.is_healthy)
-        assert samples(it.app.metrics.text())["jaxserve_healthy", ""] == 0
+        failed = samples(it.app.metrics.text())
+        assert failed["jaxserve_healthy", ""] == 0
+        assert ("vllm:engine_sleep_state", "awake") not in failed  # which a board shows as down
 
     serve(scenario, held=True)
 
@@ -176,9 +180,10 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve: Serve) -> None:
     serve(scenario, poison=frozenset(b"!"))
 
 
-# What the four dashboards of vLLM (tools/generate_grafana_dashboards.py) ask for, but for the rows that are
-# closed until a feature of vLLM's is on: LoRA, sleep, connectors, offloading, block residency. By metric, the label by
-# which a panel selects, and its values.
+# What vLLM's dashboards ask for, read on 2026-11-27: the four of tools/generate_grafana_dashboards.py (0b9faa41), its
+# status board (98b042cf) and its older single one (4b5c627c). Left out is what is shown only while a feature of vLLM's
+# is on: LoRA, multimodal and external caches, connectors, offloading, block residency, estimates of FLOPs,
+# operations of sleep mode. By metric, the label by which a panel selects, and its values.
 VLLM_PANELS: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         (
@@ -196,6 +201,7 @@ VLLM_PANELS: dict[str, tuple[str, tuple[str, ...]]] = {
             "vllm:spec_decode_num_drafts_total",
             "vllm:spec_decode_num_draft_tokens_total",
             "vllm:spec_decode_num_accepted_tokens_total",
+            "vllm:request_max_num_generation_tokens_sum",
             "process_start_time_seconds",
             "process_cpu_seconds_total",
             "process_resident_memory_bytes",
@@ -226,6 +232,7 @@ VLLM_PANELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm:prompt_tokens_by_source_total": ("source", ("local_compute", "local_cache_hit", "external_kv_transfer")),
     "vllm:prompt_tokens_cached_by_source_total": ("source", ("device", "host")),
     "vllm:num_requests_waiting_by_reason": ("reason", ("capacity", "deferred")),
+    "vllm:engine_sleep_state": ("sleep_state", ("awake", "discard_all")),
     "http_requests_total": ("handler", ("/v1/completions",)),
     "http_request_duration_seconds_count": ("handler", ("/v1/completions",)),
 }
