@@ -2,7 +2,7 @@
 
 A call is admitted or refused before any work is done for it, by the most tokens that its text can have. Its requests
 and tokens count against the bounds until the engine counts them itself. All of this runs on one thread and takes
-microseconds, so a refusal is cheap.
+microseconds, so a refusal is cheap. `CallPrompts` then tells what can never fit from what may come back later.
 """
 
 from __future__ import annotations

@@ -7,16 +7,14 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.errors import InvalidRequest, QueueFull, WrongState
 from jaxserve.generation.beam_search import BeamParams, BeamSearch
 from jaxserve.generation.completion import Assembler, Completion
 from jaxserve.generation.defaults import for_beam_search
-from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import expand_samples
 from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
 from server import errors
 from server.admission import AdmissionController, Ticket
 from server.auth import Tenant, current
@@ -24,7 +22,8 @@ from server.beam_search import BeamSearchCall
 from server.call import ActiveCalls, Call, Generation, Observer
 from server.engine_client import EngineNotReady, EventDelivery
 from server.kv_events import KvEventLog
-from server.text import REQUEST_WORK, TextTools, most_tokens, offload_if_long, parsing_work
+from server.prompts import Adjust, CallPrompts, longest
+from server.text import REQUEST_WORK, RefusedWork, TextTools, offload_if_long
 
 if TYPE_CHECKING:
     from server.engine_client import EngineClient
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LONGEST_ID = 256  # characters of a caller's own id of a call
-
-Adjust = Callable[[Request], Request]
+_Result = TypeVar("_Result")
 
 
 class RequestHandler:
@@ -75,6 +73,7 @@ class RequestHandler:
         self.problem: str | None = None
         self.profile: Callable[[bool], Awaitable[None]] | None = None
         self.kv_events: KvEventLog | None = None
+        self._refused = RefusedWork()
         self._delivery = EventDelivery(engine)
         self._numbers = itertools.count()
         self._closed: str | None = None
@@ -94,13 +93,10 @@ class RequestHandler:
         return self._closed or self.engine.problem or self.problem
 
     def enter(self) -> None:
-        """Counts a call against its tenant's rate, unparsed. Raises ApiError on a full queue."""
-        # A closed server refuses calls with its own reason. An engine that is not ready has no queue yet.
-        if self.closed is not None or not self.engine.takes_requests:
-            return
-        if (refusal := self.admission.full()) is not None:
-            raise refusal
-        self.admission.charge()
+        """Counts a call against its tenant's rate, unparsed. Raises ApiError if that is used up."""
+        # A closed server, or one whose engine is not ready, refuses calls with its own reason.
+        if self.closed is None and self.engine.takes_requests:
+            self.admission.charge()
 
     def close(self, message: str) -> None:
         """Refuses new calls from now on (UNAVAILABLE). Active calls continue."""
@@ -189,9 +185,10 @@ class RequestHandler:
         """
         self._check_open(call)
         defaults = self.engine.request_defaults if call.has_defaults else {}
-        self._check_sizes(prompts, is_cut=is_cut)
-        with self._admitted(prompts, call, samples, defaults) as ticket:
-            parsed = await self._parse(prompts, call, adjust, defaults, is_cut=is_cut)
+        given = CallPrompts(self.engine, prompts, call, defaults, adjust=adjust, is_cut=is_cut)
+        given.check_sizes()
+        async with self._admitted(given, samples) as ticket:
+            parsed = await given.parse()
             ticket.correct(samples * sum(len(request.prompt) for request in parsed))
             compiled = await self._compile_grammars(parsed)
             tokenizer, eos_token_ids = self.engine.tokenizer, self.engine.model_config.eos_token_ids
@@ -204,8 +201,8 @@ class RequestHandler:
                 ]
 
             requests, assemblers = await offload_if_long(REQUEST_WORK * samples * len(parsed), make)
-            given = (call, requests, self.observers, self._delivery, assemblers, ticket)
-            generation = Generation(*given, by_token=by_token)
+            parts = (call, requests, self.observers, self._delivery, assemblers, ticket)
+            generation = Generation(*parts, by_token=by_token)
             with self.calls.under_way(generation):
                 try:
                     await generation.submit()
@@ -237,9 +234,10 @@ class RequestHandler:
         """
         self._check_open(call)
         defaults = for_beam_search(self.engine.request_defaults)
-        self._check_sizes([fields], is_cut=is_cut)
-        with self._admitted([fields], call, params.width, defaults) as ticket:
-            (request,) = await self._parse([fields], call, adjust, defaults, is_cut=is_cut)
+        given = CallPrompts(self.engine, [fields], call, defaults, adjust=adjust, is_cut=is_cut)
+        given.check_sizes()
+        async with self._admitted(given, params.width) as ticket:
+            (request,) = await given.parse()
             ticket.correct(params.width * request.max_length)
             ticket.keep()
             search = BeamSearch(request, params, self.engine.model_config.eos_token_ids)
@@ -248,6 +246,16 @@ class RequestHandler:
                 answers = await searching.run(self.engine.tokenizer, self.engine.model_config.eos_token_ids)
             self.admission.finished(len(answers[0].token_ids), request.sampling.max_tokens)
             return request, answers
+
+    async def check_fit(
+        self, prompts: Sequence[Mapping[str, Any]], call: Call, *, adjust: Adjust, is_cut: bool
+    ) -> None:
+        """Raises InvalidRequest for beam searches of which one can never be served."""
+        self._check_open(call)
+        defaults = for_beam_search(self.engine.request_defaults)
+        given = CallPrompts(self.engine, prompts, call, defaults, adjust=adjust, is_cut=is_cut)
+        given.check_sizes()
+        await given.check_fit(self._refused)
 
     def fill_context(self, request: Request, most: int | None = None) -> Request:
         """The request with the rest of the context as max_tokens, for callers without a limit.
@@ -269,69 +277,41 @@ class RequestHandler:
     @property
     def _longest(self) -> int:
         """Most tokens of a request."""
-        return min(self.engine.max_context, self.engine.report.request_slots)
+        return longest(self.engine)
 
-    def _check_sizes(self, prompts: Sequence[Mapping[str, Any]], *, is_cut: bool) -> None:
-        """Raises InvalidRequest for a prompt that cannot fit, however its text is tokenized."""
-        if is_cut:
-            return
-        for fields in prompts:
-            if (ids := fields.get("prompt_token_ids")) is not None and len(ids) > self._longest:
-                raise InvalidRequest("prompt_token_ids", f"has {len(ids)} tokens; at most {self._longest} fit")
-            if (text := fields.get("prompt")) is not None:
-                self.text.check_fits("prompt", text, self._longest)
-
-    @contextlib.contextmanager
-    def _admitted(
-        self, prompts: Sequence[Mapping[str, Any]], call: Call, samples: int, defaults: Mapping[str, Any]
-    ) -> Iterator[Ticket]:
+    @contextlib.asynccontextmanager
+    async def _admitted(self, prompts: CallPrompts, samples: int) -> AsyncIterator[Ticket]:
         """Holds the call's place in the queue, from before its text is tokenized until it ends."""
-        usual = defaults.get("max_tokens", SamplingParams().max_tokens)
-        new_tokens = max((fields.get("max_tokens") or usual for fields in prompts), default=0)
-        ticket = self.admission.admit(
-            call.tenant,
-            requests=samples * len(prompts),
-            prompt_tokens=samples * sum([min(most_tokens(fields), self._longest) for fields in prompts]),
-            new_tokens=new_tokens,
-            exactly=any(fields.get("ignore_eos") for fields in prompts),
-            deadline=call.deadline,
-        )
+        try:
+            ticket = self.admission.admit(
+                prompts.call.tenant,
+                requests=samples * len(prompts.fields),
+                prompt_tokens=samples * prompts.most_tokens,
+                new_tokens=prompts.new_tokens,
+                exactly=any(fields.get("ignore_eos") for fields in prompts.fields),
+                deadline=prompts.call.deadline,
+            )
+        except errors.ApiError as refusal:
+            if refusal.kind in (errors.ErrorKind.QUEUE_FULL, errors.ErrorKind.TOO_LATE):
+                await prompts.check_fit(self._refused)
+            raise
         try:
             yield ticket
         finally:
             ticket.release()
 
-    async def _parse(
-        self,
-        prompts: Sequence[Mapping[str, Any]],
-        call: Call,
-        adjust: Adjust,
-        defaults: Mapping[str, Any],
-        *,
-        is_cut: bool,
-    ) -> list[Request]:
-        longest_text = None if is_cut else self.text.longest(self._longest)
+    async def before_admission(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """Does work on `size` bytes of text that a call's prompts are made of.
 
-        def parse(fields: Mapping[str, Any]) -> Request:
-            request = parse_request(
-                fields,
-                request_id="",
-                tokenizer=self.engine.tokenizer,
-                priority=call.priority,
-                arrival=call.arrival,
-                tenant=call.tenant.name,
-                share=call.tenant.share,
-                cache_salt=call.tenant.salt(call.cache_salt),
-                defaults=defaults,
-                longest=self._longest if defaults else None,
-                longest_text=longest_text,
-            )
-            request = adjust(request)
-            self.engine.limits.check(request)
-            return request
-
-        work = sum(map(parsing_work, prompts))
-        return await offload_if_long(work, lambda: [parse(fields) for fields in prompts])
+        Raises:
+          ApiError: the queue is full, and too much of such work waits.
+        """
+        full = None if self.closed is not None else self.admission.full()
+        if full is None:
+            return await offload_if_long(size, work)
+        if not self._refused.takes(size):
+            raise full
+        return await self._refused.run(size, work)
 
     async def _compile_grammars(self, requests: Sequence[Request]) -> list[object]:
         """Compiles grammars off this loop. They stay compiled while the returned list is kept."""

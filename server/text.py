@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.generation import parsing
 from server import errors
-from server.limits import MAX_VALUES
+from server.limits import MAX_REFUSED_TEXT, MAX_VALUES
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
@@ -24,6 +24,33 @@ _LONG_TEXT = 4_000  # characters; work on more runs off the event loop (about a 
 REQUEST_WORK = 64  # a request takes as long to make as so many characters to tokenize
 # Few threads, so that long texts take turns for the processor and leave some of it to the engine.
 _THREADS = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="jaxserve-text")
+_REFUSED_THREAD = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-refused")
+_SHORT_TEXT = 1_000  # characters; work on more, for a call that is refused, runs off the event loop
+
+
+class RefusedWork:
+    """Work on the texts of calls that the queue refuses: long ones take turns on one thread.
+
+    So a flood of them takes the time of one thread at most, and a call that would wait behind too many is refused
+    without it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = 0  # bytes of the texts that are worked on or wait
+
+    def takes(self, size: int) -> bool:
+        """Whether work on `size` bytes is done: others have not come first with too many."""
+        return not self._waiting or self._waiting + size <= MAX_REFUSED_TEXT
+
+    async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """Does work on a text of `size` bytes."""
+        if size <= _SHORT_TEXT:
+            return work()
+        self._waiting += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_REFUSED_THREAD, work)
+        finally:
+            self._waiting -= size
 
 
 class TextTools:
@@ -97,12 +124,17 @@ def _text(part: Any) -> str:
         return ""  # the template fails on it as well, and says so
 
 
-def parsing_work(fields: Mapping[str, Any]) -> int:
-    """The size of a request for `offload_if_long`. A chat counts as long, for its template."""
-    if fields.get("messages"):
-        return _LONG_TEXT + 1
+def parsing_work(fields: Mapping[str, Any], size: int) -> int:
+    """The work of making a request, in characters to tokenize, as `offload_if_long` takes it.
+
+    A chat counts as a long text, for its template.
+
+    Args:
+      size: most tokens of its prompt.
+    """
     biases = fields.get("logit_bias")
-    return REQUEST_WORK + most_tokens(fields) + (len(biases) if isinstance(biases, Mapping) else 0)
+    work = REQUEST_WORK + size + (len(biases) if isinstance(biases, Mapping) else 0)
+    return max(work, _LONG_TEXT + 1) if fields.get("messages") else work
 
 
 async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

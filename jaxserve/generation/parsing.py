@@ -120,6 +120,30 @@ def check_text(field: str, text: str, longest: int | None) -> None:
 
 
 def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None, longest_text: int | None = None) -> tuple[int, ...]:
+    if (wanted := fields.get("add_special_tokens")) is not None:
+        wanted = _bool("add_special_tokens", wanted)
+    if (found := prompt_text(fields, tokenizer, longest_text)) is not None:
+        assert tokenizer is not None
+        return _tokenise(*found, tokenizer, special_tokens=found[0] == "prompt" if wanted is None else wanted)
+    ids = _integers("prompt_token_ids", fields["prompt_token_ids"])
+    if not ids:
+        raise InvalidRequest("prompt_token_ids", "is empty; a prompt needs at least one token")
+    return ids
+
+
+def prompt_text(
+    fields: Mapping[str, Any], tokenizer: Tokenizer | None, longest: int | None = None
+) -> tuple[str, str] | None:
+    """The field and the text of a prompt that is to be tokenized; None for token ids.
+
+    A chat is rendered.
+
+    Args:
+      longest: most bytes of the text.
+
+    Raises:
+      InvalidRequest: naming the field.
+    """
     given = [name for name in PROMPTS if fields.get(name) is not None]
     if not given:
         raise InvalidRequest("prompt", "is missing")
@@ -128,34 +152,24 @@ def _prompt(fields: Mapping[str, Any], tokenizer: Tokenizer | None, longest_text
     for name in _CHAT_FIELDS:
         if fields.get(name) is not None and given != ["messages"]:
             raise InvalidRequest(name, "is only for messages, which are missing")
-    wanted = fields.get("add_special_tokens")
-    special_tokens = given != ["messages"] if wanted is None else _bool("add_special_tokens", wanted)
-    if given == ["messages"]:
-        return _tokenise_chat(fields, tokenizer, longest_text, special_tokens=special_tokens)
-    if given == ["prompt"]:
-        return _tokenise_text(fields["prompt"], tokenizer, longest_text, special_tokens=special_tokens)
-    ids = _integers("prompt_token_ids", fields["prompt_token_ids"])
-    if not ids:
-        raise InvalidRequest("prompt_token_ids", "is empty; a prompt needs at least one token")
-    return ids
+    if given == ["prompt_token_ids"]:
+        return None
+    text = _chat(fields, tokenizer) if given == ["messages"] else _text(fields["prompt"], tokenizer)
+    check_text(given[0], text, longest)
+    return given[0], text
 
 
-def _tokenise_text(
-    text: Any, tokenizer: Tokenizer | None, longest: int | None, *, special_tokens: bool
-) -> tuple[int, ...]:
+def _text(text: Any, tokenizer: Tokenizer | None) -> str:
     if not isinstance(text, str):
         raise InvalidRequest("prompt", f"is {shown(text)}; it must be a string (token ids go into prompt_token_ids)")
     if tokenizer is None:
         raise InvalidRequest("prompt", "needs a tokenizer, and this checkpoint has none; give prompt_token_ids")
     if not text:
         raise InvalidRequest("prompt", "is empty; it needs at least one character")
-    check_text("prompt", text, longest)
-    return _tokenise("prompt", text, tokenizer, special_tokens=special_tokens)
+    return text
 
 
-def _tokenise_chat(
-    fields: Mapping[str, Any], tokenizer: Tokenizer | None, longest: int | None, *, special_tokens: bool
-) -> tuple[int, ...]:
+def _chat(fields: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
     messages, given = chat.read(fields["messages"]), fields.get("add_generation_prompt")
     add_generation_prompt = True if given is None else _bool("add_generation_prompt", given)
     if tokenizer is None:
@@ -172,8 +186,7 @@ def _tokenise_chat(
         raise InvalidRequest("messages", str(problem)) from problem
     if not text:
         raise InvalidRequest("messages", "give an empty prompt under the chat template")
-    check_text("messages", text, longest)
-    return _tokenise("messages", text, tokenizer, special_tokens=special_tokens)
+    return text
 
 
 def _template_variables(fields: Mapping[str, Any], template: ChatTemplate) -> dict[str, Any]:

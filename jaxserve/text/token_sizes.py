@@ -1,4 +1,4 @@
-"""How many bytes of a text one token can stand for."""
+"""How many bytes of a text one token can stand for, and how many tokens a text can have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that G
 BYTES = {chr(byte): byte for byte in _VISIBLE}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _VISIBLE)}
 
+_GROWS = {"NFC": 3, "NFD": 3, "Lowercase": 2, "Strip": 1, "StripAccents": 1}  # times, at most, in UTF-8
 _COMPOSES = 3  # NFC makes a text at most this many times smaller: U+1100 U+1161 U+11A8 become U+AC01
 _SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"))
 
@@ -48,6 +49,33 @@ def most_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> int
     if not all(name in vocab for name in names):
         return None  # what has no token is dropped, or becomes one unknown token
     return shrinks * max(len(name.encode()) for name in vocab)
+
+
+def most_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[int, int] | None:
+    """(a, b): a text of n bytes in UTF-8 has at most a * n + b tokens. None if that is unknown.
+
+    A token stands for at least one byte of the text as the tokenizer rewrites it. What a step puts before a text, it
+    may put before every part that another step has made of it; a part has at least one byte.
+    """
+    times = 1
+    for step in _steps(tokenizer.normalizer):
+        kind, pattern = step["type"], step.get("pattern", {}).get("String")
+        if kind == "Replace" and pattern:
+            times *= -(-len(step["content"].encode()) // len(pattern.encode())) or 1
+        elif kind == "Prepend":
+            times *= 1 + len(step["prepend"].encode())
+        elif kind in _GROWS:
+            times *= _GROWS[kind]
+        else:
+            return None
+    for step in _steps(tokenizer.pre_tokenizer):
+        if step["type"] == "Metaspace":
+            times *= 2 * len(step["replacement"].encode())
+        elif step["type"] == "ByteLevel" and step.get("add_prefix_space"):
+            times *= 2
+        elif step["type"] not in _SPLITS:
+            return None
+    return times, tokenizer.num_special_tokens_to_add(False)
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
@@ -11,7 +12,7 @@ import tokenizers
 
 from jaxserve.text import tokenizer_files
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.token_sizes import BYTES, most_bytes
+from jaxserve.text.token_sizes import BYTES, most_bytes, most_tokens
 
 _REPLACEMENT = "\ufffd"  # bytes that are not valid UTF-8 decode to it
 _HELD = 3  # most bytes of an incomplete character, and so most of its tokens or replacement characters
@@ -45,6 +46,7 @@ class Tokenizer:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.most_bytes = most_bytes(tokenizer, vocab)
+        self._most_tokens = most_tokens(tokenizer)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self | None:
@@ -71,6 +73,10 @@ class Tokenizer:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         except Exception as problem:  # the library raises bare Exception
             raise ValueError(f"cannot be tokenised: {problem}") from problem
+
+    def most_tokens(self, size: int) -> float:
+        """Most tokens of a text of `size` bytes in UTF-8, special ones too; infinite if unknown."""
+        return math.inf if self._most_tokens is None else self._most_tokens[0] * size + self._most_tokens[1]
 
     def to_json(self) -> str:
         """The tokenizer in the format of tokenizer.json."""

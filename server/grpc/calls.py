@@ -1,4 +1,4 @@
-"""Shared by the gRPC services: ending calls with a status, deadlines, and a full queue."""
+"""Shared by the gRPC services: ending calls with a status, deadlines, and rates."""
 
 from __future__ import annotations
 
@@ -58,10 +58,8 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-class FullQueueInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls on a full queue or a used-up rate, before their message is read.
-
-    This halves the cost of a refusal, so that under overload the event loop can refuse twice as many calls.
+class RateInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls on a used-up rate, before their message is read.
 
     Args:
       methods: methods whose calls wait in the queue, such as /jaxserve.v1.Inference/Generate.

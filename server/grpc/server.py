@@ -27,6 +27,7 @@ _QUEUED = (
     *(f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream"),
     *(f"/{ROUTER_SERVICES[0]}/Generate", f"/{ROUTER_SERVICES[1]}/ModelInfer"),
 )
+IDLE_SECONDS = 600.0  # after which a connection without a call is closed; clients connect again by themselves
 _MAX_PENDING = 65_536
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
@@ -44,7 +45,6 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.server_handshake_timeout_ms", 20_000),
-    ("grpc.max_connection_idle_ms", 600_000),  # without a call; clients connect again by themselves
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
@@ -63,12 +63,13 @@ class GrpcServer:
         self._tls = tls
         interceptors: list[grpc.aio.ServerInterceptor] = [
             calls.TraceInterceptor(),
-            calls.FullQueueInterceptor(handler, _QUEUED),
+            calls.RateInterceptor(handler, _QUEUED),
             MessageInterceptor(handler, (SERVICE, *ROUTER_SERVICES)),
         ]
         if keys is not None:
             interceptors.insert(0, KeyInterceptor(keys, OPEN_SERVICES))
-        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        options = (*_OPTIONS, ("grpc.max_connection_idle_ms", round(1e3 * IDLE_SECONDS)))
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
         for add, service in (
             (inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(handler)),
             (vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, vllm.VllmEngineService(handler)),

@@ -81,7 +81,7 @@ class HttpCall:
         """The body as a value. From here on, the call is cancelled when its caller disconnects.
 
         Raises:
-          ApiError: the body is too large, too slow, not JSON or not of this model, or the queue is full.
+          ApiError: the body is too large, too slow, not JSON or not of this model, or the rate is used up.
         """
         if self.content_type != "application/json":
             raise HttpError(415, "the body must be JSON, with the header Content-Type: application/json")
@@ -93,7 +93,7 @@ class HttpCall:
             raise HttpError(415, "the body must not be compressed")
         body = await self._read()
         self._size = len(body)
-        self._enter()  # before the body is parsed, so that a refusal is cheap
+        self._enter()  # before the body is parsed, so that a flood is cheap
         task = asyncio.current_task()
         assert task is not None
         self._watcher = asyncio.create_task(self._watch(task))
@@ -207,7 +207,7 @@ class Endpoint:
       handle: answers a call, or raises.
       error: the JSON body of a refusal.
       statuses: status codes that differ from the usual ones.
-      queued: whether its calls wait in the queue, and are refused while it is full.
+      queued: whether its calls wait in the queue, and so count against rates.
     """
 
     def __init__(

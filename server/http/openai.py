@@ -13,10 +13,11 @@ from jaxserve.request import Request
 from jaxserve.text.chat_template import ChatTemplate
 from server.call import Call, Generation
 from server.errors import ApiError, ErrorKind
-from server.handler import Adjust, RequestHandler
+from server.handler import RequestHandler
 from server.http.call import DONE, HttpCall, encoded_events, status_of
 from server.http.choices import ChatChoice, Choice
 from server.http.schemas import ChatBody, CompletionBody
+from server.prompts import Adjust
 from server.text import offload_if_long
 
 _TYPES = {
@@ -115,6 +116,8 @@ class Completions:
         self, body: Any, call: Call, params: BeamParams, prompts: Sequence[dict[str, Any]], adjust: Adjust
     ) -> dict[str, Any]:
         is_cut = body.truncate_prompt_tokens is not None
+        if len(prompts) > 1:  # they are searched for one after another
+            await self._handler.check_fit(prompts, call, adjust=adjust, is_cut=is_cut)
         found = [await self._handler.search(prompt, call, params, adjust=adjust, is_cut=is_cut) for prompt in prompts]
         answers = [(request, completion) for request, completions in found for completion in completions]
         choices = [self._chosen(body, request, i).whole(each) for i, (request, each) in enumerate(answers)]

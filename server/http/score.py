@@ -104,7 +104,7 @@ class Scoring:
             return found
 
         size = sum([REQUEST_WORK + len(first) + len(second) for first, second in pairs])
-        ids = await offload_if_long(size, tokenized)
+        ids = await self._handler.before_admission(size, tokenized)
         prompts = [{"prompt_token_ids": before + scored} | _SCORING for before, scored in ids]
         call = Call(id=http_call.id, protocol="http", has_defaults=False)
         async with self._handler.generate(prompts, call) as generation:

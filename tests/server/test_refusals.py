@@ -5,12 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-import httpx2 as httpx
 import pytest
 from google.rpc import error_details_pb2
 
 from jaxserve.config import EngineConfig
-from server.grpc.server import ROUTER_SERVICES, SERVICE
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import Served, collect, refusal
 from tests.server.fake_engine import WAIT_SECONDS
@@ -87,38 +85,6 @@ def test_full_queue_refuses_with_retry_after(serve: Serve, limit: dict[str, int]
         assert [(await call).text for call in calls] == ["ab", "ab"]
 
     serve(scenario, held=True, config=EngineConfig(max_rows=1, **limit))
-
-
-def test_a_full_queue_refuses_what_it_has_not_read(serve: Serve) -> None:
-    """Under overload a refusal must cost next to nothing: no message is waited for, and no body is looked into."""
-
-    async def scenario(it: Served) -> None:
-        calls = []
-        for _ in range(2):  # one has the row, the other the queue
-            calls.append(it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2)))
-            await it.until(lambda: it.engine.load().waiting == 1)
-            if len(calls) == 1:
-                await it.step()
-        for method in (f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateStream", f"/{ROUTER_SERVICES[0]}/Generate"):
-            silent: Any = it.channel.stream_stream(method)()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await silent.read()
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert refusal(caught.value, error_details_pb2.RetryInfo()).retry_delay.ToMilliseconds() > 0
-        async with httpx.AsyncClient(base_url=it.url, headers={"content-type": "application/json"}) as client:
-            for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream", "/"):
-                answer = await client.post(path, content=b"no JSON")
-                assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (429, True), path
-            assert (await client.post("/tokenize", content=b"no JSON")).status_code == 400  # which never waits
-        assert (await it.stub.GetLoad(pb.GetLoadRequest())).waiting == 1
-        it.app.handler.close("closing")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        it.engine.release()
-        assert [(await call).text for call in calls] == ["ab", "ab"]
-
-    serve(scenario, http_port=0, held=True, config=EngineConfig(max_rows=1, max_queued_requests=1))
 
 
 def test_deadline_that_cannot_be_met(serve: Serve) -> None:

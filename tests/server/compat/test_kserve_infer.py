@@ -1,6 +1,5 @@
 """Inference by the Open Inference Protocol: tensors in JSON, in binary and in messages, whole and as a stream."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -9,7 +8,6 @@ import grpc
 import httpx2 as httpx
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from server.compat import kserve_tensors
 from server.compat.kserve_tensors import Tensor
@@ -253,20 +251,6 @@ def test_a_request_ends_at_its_timeout(serve: Serve) -> None:
         assert (status, "deadline" in answer["error"]) == (504, True), answer
 
     serve(scenario, http_port=0, held=True)
-
-
-def test_a_full_queue_refuses_before_reading(serve: Serve) -> None:
-    async def scenario(it: Served) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(post(it, f"{PATH}/infer", inputs=[text("abc")], parameters={"max_tokens": 2}))
-            await it.until(lambda: it.engine.load().waiting == 1)
-            status, answer = await post(it, f"{PATH}/infer", nonsense=1)
-            assert (status, list(answer)) == (429, ["error"])
-            with pytest.raises(grpc.aio.AioRpcError, match="waiting"):
-                await GRPCInferenceServiceStub(it.channel).ModelInfer(pb.ModelInferRequest())
-            it.engine.release()
-
-    serve(scenario, http_port=0, held=True, config=EngineConfig(max_rows=1, max_queued_requests=1))
 
 
 @pytest.mark.parametrize(

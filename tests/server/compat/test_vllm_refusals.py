@@ -82,7 +82,7 @@ def test_other_calls_refuse_what_they_cannot_do(serve: Serve) -> None:
 
 def test_errors_are_those_of_other_protocols(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text('[team]\nkeys = ["key-of-team"]\nrate = 0.001\nburst = 2\n[other]\nkeys = ["key-of-other"]\n')
+    keys.write_text('[team]\nkeys = ["key-of-team"]\nrate = 0.001\nburst = 3\n[other]\nkeys = ["key-of-other"]\n')
     team, other = ({"metadata": [("authorization", f"Bearer key-of-{name}")]} for name in ("team", "other"))
 
     async def scenario(it: Served) -> None:

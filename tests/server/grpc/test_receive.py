@@ -1,4 +1,4 @@
-"""Messages that do not arrive."""
+"""Messages that do not arrive, and connections without a call."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from server.grpc import receive
+from server.grpc import server as grpc_server
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server.conftest import Served
 
@@ -67,3 +68,25 @@ def test_unfinished_messages_have_one_budget(serve: Serve, monkeypatch: pytest.M
 
     monkeypatch.setattr(receive, "_SLOW_SECONDS", 0.05)
     serve(scenario)
+
+
+def test_an_idle_connection_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another, which has a call under way for longer, is not."""
+
+    async def scenario(it: Served) -> None:
+        under_way = it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=2))
+        await it.until(lambda: it.engine.load().waiting == 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.address.rpartition(":")[2]))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")  # and empty settings
+        frames = await reader.read(-1)  # until it is closed
+        kinds = []
+        while frames:
+            kinds.append(frames[3])
+            frames = frames[9 + int.from_bytes(frames[:3]) :]
+        assert 7 in kinds  # GOAWAY
+        writer.close()
+        it.engine.release()
+        assert (await under_way).text == "ab"
+
+    monkeypatch.setattr(grpc_server, "IDLE_SECONDS", 0.05)
+    serve(scenario, held=True)
