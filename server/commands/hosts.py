@@ -15,6 +15,7 @@ from jaxserve.multihost import clusters
 from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings
 from server.commands import flags
 from server.commands.console import Progress, say, user_errors
+from server.commands.settings import HOSTS_SECRET
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -58,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="a secret that every host proves to know when it joins, at least 16 bytes; without --hosts-cert needed "
-        "beyond this machine",
+        f"beyond this machine (or the variable {HOSTS_SECRET}, which holds the secret itself)",
     )
 
 
@@ -76,7 +77,7 @@ def from_flags(args: argparse.Namespace) -> ClusterConfig | None:
             if secrets is not None:
                 raise ValueError("--hosts-cert needs --hosts")
             if shared_secret is not None:
-                raise ValueError("--hosts-secret needs --hosts")
+                raise ValueError(f"{HOSTS_SECRET if args.hosts_secret is None else '--hosts-secret'} needs --hosts")
             return None
         count, host, coordinator, local_devices = args.hosts, args.host_id, args.coordinator, None
         if count == "auto":
@@ -211,8 +212,11 @@ def _hosts(text: str) -> int | str:
 
 
 def _shared_secret(path: Path | None) -> bytes | None:
+    if path is None:
+        held = os.environ.get(HOSTS_SECRET)
+        return None if held is None else os.fsencode(held).strip()
     try:
-        return None if path is None else path.read_bytes().strip()
+        return path.read_bytes().strip()
     except OSError as problem:
         raise ValueError(f"--hosts-secret {path}: {problem.strerror}") from None
 

@@ -2,7 +2,7 @@
 
 The parser's flags define the names, types and defaults. `--max-rows 8` on the command line, `JAXSERVE_MAX_ROWS=8` in
 the environment and `max-rows = 8` in the file named by `--config` set the same value; the first of them wins. No other
-module reads settings from the environment.
+module reads settings from the environment. A secret is no setting: it is in a file, or in a variable of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from server.commands import other_names
 
 PREFIX = "JAXSERVE_"
+HOSTS_SECRET = f"{PREFIX}HOSTS_SECRET_VALUE"  # the secret itself; `--hosts-secret` names a file
 
 _UNSET: Any = object()
 _ITSELF = ("help", "config", "print_config")  # flags that are not settings
@@ -111,7 +112,7 @@ def _from_environment(actions: Iterable[argparse.Action], environment: Mapping[s
     known = {PREFIX + _name(action).replace("-", "_").upper(): action for action in actions}
     found = {}
     for variable, text in environment.items():
-        if not variable.startswith(PREFIX) or variable == f"{PREFIX}CONFIG":
+        if not variable.startswith(PREFIX) or variable in (f"{PREFIX}CONFIG", HOSTS_SECRET):
             continue
         if variable not in known:
             raise ValueError(f"the environment variable {variable} is not a setting{_nearest(variable, known)}")

@@ -23,6 +23,7 @@ from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.worker import MasterConnection
 from server.commands import cli
 from server.commands import hosts as hosts_module
+from server.commands.console import UserError
 from server.engine_process.supervisor import Supervisor
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar, StartProfileRequest, StopProfileRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
@@ -156,10 +157,17 @@ def listening_at(port: int) -> str:
 @pytest.mark.processes
 def test_strangers_are_counted_and_named(tmp_path) -> None:
     """They change nothing for those who are served; jax's own service has no port to connect to."""
-    secret, coordinator = tmp_path / "secret", free_ports()
+    secret, coordinator, metrics = tmp_path / "secret", free_ports(), free_ports()
     secret.write_text("a secret of 24 bytes or so\n")
-    flags = ["--hosts-secret", str(secret)]
-    with served_group.group(tmp_path, flags, coordinator=coordinator) as it:
+    flags, of_host = ["--hosts-secret", str(secret)], [["--metrics-port", metrics.rpartition(":")[2]], []]
+
+    def counted() -> float:
+        with urllib.request.urlopen(f"http://{metrics}/metrics") as answer:
+            found = re.search(r"^jaxserve_strangers_total(?:{.*})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    with served_group.group(tmp_path, flags, coordinator=coordinator, of_host=of_host) as it:
         it.until_told(0, "ready on ")
         assert listening_at(int(coordinator.rpartition(":")[2])) == "0100007F"  # 127.0.0.1 alone
         with grpc.insecure_channel(it.address) as channel:
@@ -172,6 +180,7 @@ def test_strangers_are_counted_and_named(tmp_path) -> None:
             stream = stub.GenerateStream(request, timeout=3600.0)  # a call with little time may be refused
             next(stream)
             it.until_told(0, "is no host of this group: dropped, 1 connections so far")
+            served_group.until(lambda: counted() == 1)
             program = "import jax, sys; jax.distributed.initialize(sys.argv[1], 2, 1, initialization_timeout=3)"
             assert subprocess.run([sys.executable, "-c", program, coordinator], capture_output=True).returncode
             stream.cancel()
@@ -244,6 +253,29 @@ def test_a_worker_that_is_asked_twice_ends_at_once(behind, monkeypatch, capfd) -
         for number, handler in before.items():
             signal.signal(number, handler)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch, capsys) -> None:
+    file, place = tmp_path / "secret", "--hosts 2 --host-id 1 --coordinator a:9000 --tensor 2"
+    file.write_text("a secret in the file\n")
+
+    def secret(flags: str) -> bytes | None:
+        cluster = hosts_module.from_flags(cli.parser().parse_args(["serve", *flags.split()]))
+        return None if cluster is None else cluster.shared_secret
+
+    monkeypatch.setenv("JAXSERVE_HOSTS_SECRET_VALUE", "a secret in a variable\n")
+    assert secret(place) == b"a secret in a variable"
+    assert secret(f"{place} --hosts-secret {file}") == b"a secret in the file"
+    with pytest.raises(UserError, match="JAXSERVE_HOSTS_SECRET_VALUE needs --hosts"):
+        secret("")
+    assert cli.main(["serve", *place.split(), "--print-config"]) == 0
+    assert "a secret in a variable" not in capsys.readouterr().out
+    monkeypatch.setenv("JAXSERVE_HOSTS_SECRET_VALUE", "short")
+    with pytest.raises(UserError, match="it needs 16"):
+        secret(place)
+    monkeypatch.delenv("JAXSERVE_HOSTS_SECRET_VALUE")
+    monkeypatch.setenv("JAXSERVE_HOSTS_SECRET", str(file))
+    assert secret(place) == b"a secret in the file"
 
 
 @pytest.mark.parametrize(
