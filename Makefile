@@ -55,7 +55,7 @@ test-groups: $(DEV_STAMP) ## run the groups of tests that `make test` leaves out
 	$(BIN)/python -m pytest -n 2 -m "$(GROUPS)" -rs $(ARGS)
 
 test-alone: $(DEV_STAMP) ## run the tests that nothing may run beside
-	$(BIN)/python -m pytest -n 0 -m alone $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m 'alone and not weekly' $(ARGS)
 
 test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment of its own
 	$(BIN)/python -m tests.clients.run $(ARGS)
@@ -78,7 +78,8 @@ test-all: test-aot test-deploy test-clients test-scale-one test-groups test-alon
 MINUTES ?= 120
 test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` with XLA's optimizations (MINUTES=8: of the soak)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest $(ARGS)
-	$(BIN)/python -m pytest -m 'weekly and not aot' $(ARGS)
+	$(BIN)/python -m pytest -m 'weekly and not (aot or alone)' $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m 'weekly and alone' $(ARGS)
 	$(BIN)/python -m benchmarks faults --minutes $(MINUTES)
 	$(MAKE) test-aot AOT="-n 0 -m 'aot and weekly'"
 	$(MAKE) test-scale

@@ -13,15 +13,17 @@ BENCHMARKS = {
     "faults": Benchmark("benchmarks.faults", "serve under faults and check every answer"),
     "fronts": Benchmark("benchmarks.fronts", "route from many fronts to simulated replicas"),
     "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
-    "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "overlap": Benchmark("benchmarks.overlap", "tell which collectives run while devices multiply"),
+    "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),
     "peers": Benchmark("benchmarks.peers", "compare with transformers, CTranslate2 and llama.cpp"),
     "predictions": Benchmark("benchmarks.predictions", "compare plans of drawn specs with the compiler"),
+    "refusals": Benchmark("benchmarks.refusals", "time calls that a full queue refuses"),
     "regression": Benchmark("benchmarks.regression", "find what has become slower"),
     "routing": Benchmark("benchmarks.routing", "find prompts in the prefix caches of many replicas"),
     "simulator": Benchmark("benchmarks.simulator_validation", "compare the simulator with an engine"),
     "soak": Benchmark("benchmarks.soak", "serve requests of every kind and look for leaks"),
+    "templates": Benchmark("benchmarks.templates", "time the rendering of chats"),
 }
 
 

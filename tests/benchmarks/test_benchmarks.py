@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from benchmarks import checkpoints, host, jobs
+from benchmarks import checkpoints, host, jobs, refusals, templates
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import main as checkout_main
 from benchmarks.started_server import engine_arguments, started_server
@@ -48,6 +48,26 @@ def test_offline_compares_schedulers(tmp_path, capsys):
     assert result["comparison"]["allowed"] >= 1.0
     assert set(result["bucket_ms"]) == {"3", "8"}
     assert (tmp_path / "offline.png").stat().st_size > 0
+
+
+@pytest.mark.bench
+def test_refused_calls_are_timed(monkeypatch, capsys):
+    forms = ("a short text", "too many tokens to generate", "gRPC: too much text")
+    monkeypatch.setattr(refusals, "FORMS", {name: refusals.FORMS[name] for name in forms})
+    assert checkout_main(["refusals", "--seconds", "100ms"]) == 0
+    told = capsys.readouterr().out
+    for name, answer in zip(forms, ("429", "400", "INVALID_ARGUMENT"), strict=True):
+        (line,) = [line for line in told.splitlines() if name in line]
+        assert answer in line
+
+
+def test_rendered_chats_are_timed(monkeypatch, capsys):
+    assert checkout_main(["templates", "--times", "20"]) == 0
+    table = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [int(line[1]) for line in table] == [1, 10, 100]
+    assert all(0 < float(line[2]) <= float(line[3]) <= float(line[4]) for line in table)
+    monkeypatch.setattr(templates, "TARGET_MS", 0.0)
+    assert checkout_main(["templates", "--times", "1"]) == 1
 
 
 @pytest.mark.bench

@@ -32,6 +32,7 @@ from server.proto.jaxserve.v1 import inference_pb2 as pb
 SERVICE = "/jaxserve.v1.Inference/"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 _JSON = {"content-type": "application/json"}
+SECONDS = 1.5  # of each attack
 _SHORT = {"prompt": "It was a", "max_tokens": 4, "temperature": 0}
 
 
@@ -255,26 +256,36 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
+def slow(times: dict[str, list[float]]) -> dict[str, float]:
+    """The 95th percentile of each kind of call."""
+    return {name: float(np.percentile(each, 95)) for name, each in times.items()}
+
+
 def shown(times: dict[str, list[float]]) -> str:
-    columns = ((statistics.median(each), np.percentile(each, 99), max(each)) for each in times.values())
-    return " | ".join(f"{median:6.1f} {percentile:6.1f} {worst:7.1f}" for median, percentile, worst in columns)
+    """The median, the 95th percentile and the worst of each kind of call, as columns of a table."""
+    columns = zip(medians(times).values(), slow(times).values(), map(max, times.values()), strict=True)
+    return " | ".join(" / ".join(f"{number:.1f}" for number in column) for column in columns)
+
+
+HEAD = "| median / 95th percentile / worst, ms | health | gRPC health | completion | gRPC completion |"
+HEAD += "\n" + "|---" * 5 + "|"
 
 
 def main(names: list[str]) -> None:
     closing = contextlib.closing
     with served() as ports, closing(Attacker(ports)) as attacker, closing(Polite(ports)) as polite:
         polite.measure(1)
-        print("median, 99th percentile and worst, ms: health | gRPC health | completion | gRPC completion", flush=True)
-        print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
+        print(HEAD, flush=True)
+        print(f"| quiet | {shown(polite.measure(SECONDS))} |", flush=True)
         together: dict[str, list[float]] = {}
         for name in names or attacks():
-            times, answers = attacker.under(name, polite, 4)
-            refused, polite.refused = polite.refused, 0
-            print(f"{name:28} {shown(times)}  {refused} refused; {len(answers)} calls, {answers[-1]}", flush=True)
+            times, answers = attacker.under(name, polite, SECONDS)
+            assert (polite.refused, len(answers) > 2) == (0, True), name
+            print(f"| {name} | {shown(times)} |", flush=True)
             for call, each in times.items():
                 together.setdefault(call, []).extend(each)
-        print(f"{'all of them':28} {shown(together)}")
-        print(f"{'quiet':28} {shown(polite.measure(4))}", flush=True)
+        print(f"| all of them | {shown(together)} |")
+        print(f"| quiet | {shown(polite.measure(SECONDS))} |", flush=True)
 
 
 if __name__ == "__main__":

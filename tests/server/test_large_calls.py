@@ -29,12 +29,14 @@ from server.http import json_text
 from server.http.choices import Choice
 from server.http.schemas import CompletionBody
 from server.limits import MAX_BODY_BYTES, MAX_FIELDS, MAX_VALUES
+from server.prompts import CallPrompts
 from server.proto.jaxserve.v1 import inference_pb2 as pb
 from tests.server import front_attack
 from tests.server.conftest import Served
 from tests.server.http.http_calls import events, post
 
 Serve = Callable[..., None]
+Figure = Callable[[dict[str, list[float]]], dict[str, float]]
 QUEUE = EngineConfig(max_rows=1, max_queued_requests=8, max_queued_tokens=3000)
 
 
@@ -293,15 +295,13 @@ def test_a_prompt_reserves_no_more_than_fits(serve_http: Serve, monkeypatch: pyt
     seen = []
 
     async def scenario(it: Served) -> None:
-        admission = it.app.handler.admission
-        parse = it.app.handler._parse
-
-        async def slowly(*args: Any, **more: Any) -> Any:
-            seen.append(admission.reserved_tokens)
+        async def slowly(self: CallPrompts) -> Any:
+            seen.append(it.app.handler.admission.reserved_tokens)
             await asyncio.sleep(0)
-            return await parse(*args, **more)
+            return await parse(self)
 
-        it.app.handler._parse = slowly  # type: ignore
+        parse = CallPrompts.parse
+        monkeypatch.setattr(CallPrompts, "parse", slowly)
         for size in (100_000, 4000):  # the second may be few tokens, for all that its bytes tell
             chat = {"messages": [{"role": "user", "content": "a" * size}]}
             assert (await post(it, "/v1/chat/completions", **chat))[0] == 400
@@ -343,25 +343,35 @@ MOST = {"health": 20, "gRPC health": 20, "completion": 50, "gRPC completion": 50
 
 @pytest.mark.processes
 @pytest.mark.alone
-def test_no_call_delays_another() -> None:
-    """The table that `python -m tests.server.front_attack` prints, in short."""
+@pytest.mark.parametrize(
+    ("seconds", "figure"),
+    [
+        (1.0, front_attack.medians),
+        pytest.param(front_attack.SECONDS, front_attack.slow, marks=pytest.mark.weekly),
+    ],
+)
+def test_no_call_delays_another(seconds: float, figure: Figure, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints the table that `python -m tests.server.front_attack` does."""
     with (
         front_attack.served() as ports,
         contextlib.closing(front_attack.Attacker(ports)) as attacker,
         contextlib.closing(front_attack.Polite(ports)) as polite,
+        capsys.disabled(),
     ):
         polite.measure(1)
-        quiet = front_attack.medians(polite.measure(1))
+        quiet = front_attack.medians(times := polite.measure(seconds))
+        print(f"\n{front_attack.HEAD}\n| quiet | {front_attack.shown(times)} |")
         for name in front_attack.attacks():
             late = dict.fromkeys(MOST, math.inf)  # the least of all rounds
             for _ in range(8):  # others use this machine too
-                times, answers = attacker.under(name, polite, 1)
+                times, answers = attacker.under(name, polite, seconds)
+                print(f"| {name} | {front_attack.shown(times)} |")
                 assert (polite.refused, len(answers) > 2) == (0, True), name
-                for what, each in front_attack.medians(times).items():
+                for what, each in figure(times).items():
                     late[what] = min(late[what], each - quiet[what])
                 if all(late[what] <= most for what, most in MOST.items()):
                     break
-                quiet = front_attack.medians(polite.measure(1))
+                quiet = front_attack.medians(polite.measure(seconds))
             else:
                 pytest.fail(f"{name}: {late}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
+import threading
 
 import pytest
 import tokenizers
@@ -227,3 +229,26 @@ def test_the_bytes_of_single_tokens_add_up_to_the_text():
     assert tokenizer.token_bytes(0) == b"<s>"
     fallback = word_level(["<unk>", "<0xE4>", "a"], decoders.ByteFallback())
     assert [fallback.token_bytes(token) for token in (1, 2)] == [b"\xe4", b"a"]
+
+
+def test_others_run_while_a_long_text_is_tokenized() -> None:
+    """The interpreter's lock is free meanwhile. Here nothing else takes it from a thread that holds it."""
+    tokenizer, text = byte_level(), "It was a dark and stormy night. " * 20_000
+    begins, ended, seen = threading.Event(), list[bool](), None
+
+    def tokenize() -> None:
+        begins.set()
+        tokenizer.encode(text)
+        ended.append(True)
+
+    other = threading.Thread(target=tokenize)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        other.start()
+        begins.wait()
+        seen = list(ended)
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+    assert (seen, ended) == ([], [True])
