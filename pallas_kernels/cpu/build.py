@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 ATTENTION = "jaxserve_ragged_attention"
-PRODUCT_RUNS = "jaxserve_runs_product"
+PRODUCT_RUNS, PRODUCT_RUNS_MANY = "jaxserve_runs_product", "jaxserve_runs_product_many"
 PRODUCT, PRODUCT_MANY, PRODUCT_FLOAT = "jaxserve_product", "jaxserve_product_many", "jaxserve_product_float"
 PRODUCT_INT4, PRODUCT_INT8 = "jaxserve_product_int4", "jaxserve_product_int8"
 _SYMBOLS = {
@@ -32,6 +32,7 @@ _SYMBOLS = {
     PRODUCT_INT4: "JaxserveProductInt4",
     PRODUCT_INT8: "JaxserveProductInt8",
 }
+_SYMBOLS_BF16 = {PRODUCT_RUNS_MANY: "JaxserveRunsProductMany"}  # at the last of the levels below
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 _PORTABLE = ("-static-libstdc++", "-static-libgcc", "-s")  # for systems with another C++ library
@@ -61,7 +62,8 @@ def _load() -> str | None:
         library = _open_shipped() or ctypes.CDLL(str(compiled(cache_folder())))
     except (OSError, ValueError) as error:
         return str(error)
-    for target, symbol in _SYMBOLS.items():
+    calls = _SYMBOLS | (_SYMBOLS_BF16 if level().endswith("bf16") else {})
+    for target, symbol in calls.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return None
 

@@ -67,11 +67,12 @@ void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const W
   while (progress->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }
 
-// Outputs of a kernel in an item of `ForEach`, a multiple of `least`. An item is a long run of memory, which prefetchers
-// follow, but every thread has several, so that all end at about the same time.
-inline int64_t OutputsOfItem(int64_t out, int64_t bytes_of_output, int64_t least, const xla::ffi::ThreadPool& pool) {
-  constexpr int64_t kRun = 1 << 18, kOfThread = 4;
-  const int64_t most = std::min(kRun / bytes_of_output, out / (kOfThread * pool.num_threads()));
+// Outputs of a kernel in an item of `ForEach`, a multiple of `least`. An item is a long run of memory, up to `run` bytes,
+// which prefetchers follow, but every thread has several, so that all end at about the same time.
+inline int64_t OutputsOfItem(int64_t out, int64_t bytes_of_output, int64_t least, const xla::ffi::ThreadPool& pool,
+                             int64_t run = 1 << 18) {
+  constexpr int64_t kOfThread = 4;
+  const int64_t most = std::min(run / bytes_of_output, out / (kOfThread * pool.num_threads()));
   return std::max<int64_t>(1, most / least) * least;
 }
 

@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int8, Int32
 from pallas_kernels.cpu import build
 
 _LANES = 16  # most rows that are packed together for the product of many rows
+_FEW_OF_RUN = 4  # most rows of a run, on average, for which `product.cc` is faster
 _INT8_ROWS = 24  # most rows for which the product by int8 is faster than XLA's
 
 # (x [T, in], kernel [out, in]) -> float32[T, out], in place of XLA's product; None if XLA's is faster for that many
@@ -69,9 +70,15 @@ def multiply_runs(
 ) -> Float32[jax.Array, "R out"]:
     """Multiplies runs of sizes[g] rows of x by kernels[g] transposed; later rows are zeros.
 
-    Both are bfloat16 or both are float32.
+    Both are bfloat16 or both are float32. The way depends on shapes, not on sizes, so that a row's result is bitwise
+    the same whatever the others.
     """
-    y = jax.ShapeDtypeStruct((x.shape[0], kernels.shape[1]), jnp.float32)
+    (rows, depth), (groups, outputs, _) = x.shape, kernels.shape
+    y = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
+    if x.dtype == jnp.bfloat16 and build.level().endswith("bf16") and rows > _FEW_OF_RUN * groups:
+        in_lanes = -(-rows // _LANES) * _LANES + _LANES * min(groups, rows)
+        packed = jax.ShapeDtypeStruct((in_lanes, -(-depth // 2) * 2), jnp.bfloat16)
+        return jax.ffi.ffi_call(build.PRODUCT_RUNS_MANY, (y, packed))(x, kernels, sizes)[0]
     return jax.ffi.ffi_call(build.PRODUCT_RUNS, y)(x, kernels, sizes)
 
 

@@ -36,7 +36,7 @@ def by_hand(x, kernels, sizes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [3, 19, 70])
+@pytest.mark.parametrize("rows", [3, 19, 70, 300])
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_are_multiplied_by_their_kernels(way, rows, dtype):
     if way == "native" and (refusal := build.refusal()) is not None:
@@ -47,6 +47,19 @@ def test_runs_are_multiplied_by_their_kernels(way, rows, dtype):
     expected = by_hand(np.asarray(x, np.float32), np.asarray(kernels, np.float32), sizes)
     np.testing.assert_allclose(y, expected, atol=1e-4 if dtype == "float32" else 2e-2)
     np.testing.assert_array_equal(y[sizes.sum() :], 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [10, 100])
+def test_a_row_is_the_same_whatever_the_others(rows, dtype):
+    if (refusal := build.refusal()) is not None:
+        pytest.skip(f"no native product: {refusal}")
+    x, kernels, _ = runs(rows, 6)
+    x, kernels = jnp.asarray(x, dtype), jnp.asarray(kernels, dtype)
+    multiply = jax.jit(product.multiply_runs)
+    alone, among = (multiply(x, kernels, np.int32([size, rows - size, 0, 0, 0, 0])) for size in (1, rows - 1))
+    np.testing.assert_array_equal(alone[0], among[0])
+    np.testing.assert_array_equal(alone[-1], among[-1])
 
 
 @pytest.mark.parametrize("way", [WAYS["ragged"], WAYS["tiles"], GROUPED], ids=["ragged", "tiles", "grouped"])
