@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from flax import nnx
-from jaxtyping import Float, Int32
-
 from jaxserve.models.hf_names import ConfigNames, linear, norm, table
-from jaxserve.models.layers import BLOCK_AXES, EMBED_AXES, HEAD_AXES, NormedHead, PreNormBlock, Table
+from jaxserve.models.layers import BLOCK_AXES, EMBED_AXES, HEAD_AXES, NormedHead, PositionedEmbed, PreNormBlock
 from jaxserve.models.schema import Fields, ModelConfig
 
 NAMES = ConfigNames(
@@ -78,16 +74,4 @@ def hf_config(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-class GPT2Embed(nnx.Module):
-    """tokens [T], positions [T] -> [T, H]."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        assert config.max_position is not None
-        self.tokens = Table(config.vocab_size, config.hidden_size, config, rngs)
-        self.positions = Table(config.max_position, config.hidden_size, config, rngs)
-
-    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
-        return self.tokens(tokens) + self.positions(positions)
-
-
-Embed, Block, Head = GPT2Embed, PreNormBlock, NormedHead
+Embed, Block, Head = PositionedEmbed, PreNormBlock, NormedHead

@@ -202,6 +202,18 @@ class PreNormBlock(TransformerBlock):
         return (x + self.feed_forward(self.ffn_norm(x), positions)).astype(dtype), cache
 
 
+class PostNormBlock(TransformerBlock):
+    """x [T, H] -> [T, H]: attention, then feed-forward, each with a norm behind its residual."""
+
+    def __call__(
+        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
+    ) -> tuple[Float[jax.Array, "T H"], Any]:
+        assert self.ffn_norm is not None
+        attended, cache = self.attention(x, positions, attend, cache)
+        x = self.attention_norm((x + attended).astype(x.dtype))
+        return self.ffn_norm((x + self.feed_forward(x, positions)).astype(x.dtype)), cache
+
+
 class ParallelBlock(TransformerBlock):
     """x [T, H] -> [T, H]: attention beside feed-forward, with one residual around both."""
 
@@ -237,6 +249,27 @@ class TokenEmbed(nnx.Module):
 
     def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
         return self.tokens(tokens)
+
+
+class PositionedEmbed(nnx.Module):
+    """tokens [T], positions [T] -> [T, H]: the token table and a table of positions.
+
+    Args:
+      words: width of the token table; where it is not the hidden size, a projection follows.
+      offset: rows of the position table before that of position 0.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, words: int | None = None, offset: int = 0) -> None:
+        assert config.max_position is not None
+        hidden, words = config.hidden_size, words or config.hidden_size
+        self.offset = offset
+        self.tokens = Table(config.vocab_size, words, config, rngs)
+        self.project = Linear(words, hidden, config, rngs, bias=False) if words != hidden else None
+        self.positions = Table(config.max_position + offset, hidden, config, rngs)
+
+    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
+        words, places = self.tokens(tokens), self.positions(positions + self.offset)
+        return words + places if self.project is None else (self.project(words) + places).astype(places.dtype)
 
 
 class NormedHead(nnx.Module):

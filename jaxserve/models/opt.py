@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
+from jaxserve.models import layers
 from jaxserve.models.hf_names import ConfigNames, linear, norm, table
-from jaxserve.models.layers import BLOCK_AXES, HEAD_AXES, Attend, LayerNorm, Linear, PreNormBlock, Table
+from jaxserve.models.layers import LayerNorm, Linear, Table
 from jaxserve.models.schema import Fields, ModelConfig
 
 _OFFSET = 2  # rows of the position table before that of position 0; the library leaves them unused
@@ -26,8 +27,9 @@ AXES = {
         "project": {"kernel": ("embed", "word_embed")},
         "positions": {"table": ("positions", "embed")},
     },
-    "layer": BLOCK_AXES,
-    "head": HEAD_AXES | {"project": {"kernel": ("word_embed", "embed")}, "tokens": {"table": ("vocab", "word_embed")}},
+    "layer": layers.BLOCK_AXES,
+    "head": layers.HEAD_AXES
+    | {"project": {"kernel": ("word_embed", "embed")}, "tokens": {"table": ("vocab", "word_embed")}},
 }
 TENSORS = {
     "embed": {
@@ -96,44 +98,16 @@ def hf_config(config: OPTConfig) -> dict[str, Any]:
     }
 
 
-class OPTEmbed(nnx.Module):
-    """tokens [T], positions [T] -> [T, H]."""
-
-    def __init__(self, config: OPTConfig, rngs: nnx.Rngs) -> None:
-        assert config.max_position is not None
-        words, hidden = config.word_embed_size, config.hidden_size
-        self.tokens = Table(config.vocab_size, words, config, rngs)
-        self.project = Linear(words, hidden, config, rngs, bias=False) if words != hidden else None
-        self.positions = Table(config.max_position + _OFFSET, hidden, config, rngs)
-
-    def __call__(self, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T H"]:
-        words, places = self.tokens(tokens), self.positions(positions + _OFFSET)
-        return words + places if self.project is None else (self.project(words) + places).astype(places.dtype)
+def embed(config: OPTConfig, rngs: nnx.Rngs) -> layers.PositionedEmbed:
+    """Tokens, from a table that may be narrow, and positions."""
+    return layers.PositionedEmbed(config, rngs, words=config.word_embed_size, offset=_OFFSET)
 
 
-class OPTBlock(PreNormBlock):
-    """x [T, H] -> [T, H]: attention, then feed-forward, each with a residual and one norm."""
-
-    def __init__(self, config: OPTConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
-        super().__init__(
-            config,
-            rngs,
-            layer,
-            norm=partial(LayerNorm, scale=config.affine_norms, bias=config.affine_norms),
-            attention_bias=config.bias,
-            ffn_bias=config.bias,
-        )
-        self.norm_first = config.norm_first
-
-    def __call__(
-        self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"], attend: Attend, cache: Any
-    ) -> tuple[Float[jax.Array, "T H"], Any]:
-        if self.norm_first:
-            return super().__call__(x, positions, attend, cache)
-        assert self.ffn_norm is not None
-        attended, cache = self.attention(x, positions, attend, cache)
-        x = self.attention_norm((x + attended).astype(x.dtype))
-        return self.ffn_norm((x + self.feed_forward(x, positions)).astype(x.dtype)), cache
+def block(config: OPTConfig, rngs: nnx.Rngs, layer: int = 0) -> layers.TransformerBlock:
+    """Attention, then feed-forward, each with a residual and one norm."""
+    make = layers.PreNormBlock if config.norm_first else layers.PostNormBlock
+    norm = partial(LayerNorm, scale=config.affine_norms, bias=config.affine_norms)
+    return make(config, rngs, layer, norm=norm, attention_bias=config.bias, ffn_bias=config.bias)
 
 
 class OPTHead(nnx.Module):
@@ -151,4 +125,4 @@ class OPTHead(nnx.Module):
         return x if self.project is None else self.project(x).astype(x.dtype)
 
 
-Embed, Block, Head = OPTEmbed, OPTBlock, OPTHead
+Embed, Block, Head = embed, block, OPTHead

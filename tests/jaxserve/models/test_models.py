@@ -33,6 +33,12 @@ def test_every_family_has_a_config_and_a_sharding():
         assert specs.default(name).rules
 
 
+def test_a_family_is_a_short_file():
+    for name in models.families():
+        path = Path(models.__file__).with_name(f"{name}.py")
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 131, path
+
+
 def test_tables_of_a_family_match_its_parameters(model):
     shapes = model.shapes(jnp.float32)
     axes = model.axes()
