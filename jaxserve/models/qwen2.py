@@ -17,7 +17,6 @@ __all__ = ["AXES", "NO_PARAMETERS", "PREFIX", "TENSORS", "Block", "Embed", "Head
 def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
-    fields.refuse("dual_chunk_attention_config", because="a layer attends to all tokens or to a window of them")
     fields.refuse("use_mrope", unless=False, because="a token has one position")
     return DecoderConfig(
         **rotated(fields, decoder.sizes(fields, "qwen2", eos=None, bos=None, num_kv_heads=32)),
@@ -28,6 +27,7 @@ def parse_config(entries: Mapping[str, Any]) -> DecoderConfig:
 
 def windows(fields: Fields) -> tuple[int | None, ...]:
     """Each layer's window: from `max_window_layers` on, if `use_sliding_window`."""
+    fields.refuse("dual_chunk_attention_config", because="a layer attends to all tokens or to a window of them")
     used = fields.flag("use_sliding_window", default=False)
     size = fields.count_or_none("sliding_window", default=4096) if used else None
     first = int(fields.number("max_window_layers", default=28.0))  # may be 0

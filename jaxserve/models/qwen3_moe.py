@@ -48,6 +48,7 @@ def parse_config(entries: Mapping[str, Any]) -> Qwen3MoeConfig:
     """From the entries of a config.json. Raises ValueError."""
     fields = Fields(entries)
     fields.refuse("use_sliding_window", unless=False, because="all layers attend to the whole context")
+    fields.refuse("dual_chunk_attention_config", because="a layer attends to all tokens")
     fields.refuse("decoder_sparse_step", unless=1, because="every layer has experts")
     fields.refuse("mlp_only_layers", unless=[], because="every layer has experts")
     values = rotated(fields, decoder.sizes(fields, "qwen3_moe", eos=None, bos=None, num_kv_heads=4))

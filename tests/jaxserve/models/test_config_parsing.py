@@ -170,9 +170,12 @@ def test_windows_of_layers_are_read(entries, windows):
         ),
         (CONFIGS["gpt_oss"] | {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, which is not supported .*; only 1.702 is"),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True, which is not supported"),
-        (
-            QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 8}},
-            r"dual_chunk_attention_config is {'chunk_size': 8}, which is not supported \(.*\); leave it out",
+        *(
+            (
+                entries | {"dual_chunk_attention_config": {"chunk_size": 8}},
+                r"dual_chunk_attention_config is {'chunk_size': 8}, which is not supported \(.*\); leave it out",
+            )
+            for entries in (QWEN2, QWEN3, CONFIGS["qwen3_moe"])
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """The families: tables that match the parameters, initial weights, scanned layers, gradients."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
