@@ -18,7 +18,7 @@ PYTHON312 = $(firstword $(foreach python,$(shell command -v python3.12) $(wildca
   $(shell $(python) -c "print('$(python)')" 2>/dev/null)))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel serve test test-groups test-alone test-all test-weekly test-aot test-aot-tpu test-aot-tpu-plans test-aot-gpu test-deploy test-clients test-scale test-scale-one bench-guard lint proto docs docs-tables demo-model clean
+.PHONY: help venv wheel serve test test-groups test-alone test-all test-weekly test-aot test-aot-tpu test-aot-tpu-plans test-aot-gpu test-deploy test-clients test-pythons test-scale test-scale-one bench-guard lint proto docs docs-tables demo-model clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,10 +37,11 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 
 venv: $(RUN_STAMP) ## make .venv with the pinned dependencies and .venv/bin/jaxserve
 
-wheel: $(RUN_STAMP) ## build a wheel for this kind of machine into dist/, with the CPU kernels compiled
-	$(BIN)/python -c 'from pallas_kernels.cpu import build; build.ship()'
+MACHINE ?=
+wheel: $(RUN_STAMP) ## build a wheel into dist/, with the CPU kernels compiled (MACHINE=aarch64: for another kind of machine)
+	$(BIN)/python -c 'from pallas_kernels.cpu import build; build.ship("$(MACHINE)")'
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist . \
-	  -C--build-option=--plat-name=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')
+	  -C--build-option=--plat-name=$(or $(MACHINE:%=linux_%),$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())'))
 	rm -r pallas_kernels/cpu/prebuilt
 
 serve: $(RUN_STAMP) ## serve the built-in demo model (ARGS="--port 50052" adds flags)
@@ -60,6 +61,9 @@ test-alone: $(DEV_STAMP) ## run the tests that nothing may run beside
 test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment of its own
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
+test-pythons: ## run a part of the tests on every supported Python that is here (ARGS="--whole 3.13": all, on one)
+	$(PYTHON) -m tests.pythons $(ARGS)
+
 # Ray in an environment of its own: it is large, and warns where ours makes warnings errors.
 $(RAY_STAMP): requirements-dev.txt
 	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
@@ -73,7 +77,7 @@ test-scale: $(RAY_STAMP) ## serve on a local cluster of Ray
 test-scale-one: $(RAY_STAMP)
 	$(SCALE) -k killed_replica
 
-test-all: test-aot test-deploy test-clients test-scale-one test-groups test-alone test ## run every test but for the weekly ones
+test-all: test-aot test-deploy test-clients test-pythons test-scale-one test-groups test-alone test ## run every test but for the weekly ones
 
 MINUTES ?= 120
 test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` with XLA's optimizations (MINUTES=8: of the soak)
@@ -112,7 +116,7 @@ test-aot-gpu:
 	@echo "WARNING: nothing is compiled for GPUs: that takes Python 3.12, and there is no python3.12 here" >&2
 endif
 
-$(GPU_STAMP): requirements-aot-gpu.txt
+$(GPU_STAMP): requirements-aot-gpu.txt requirements-newest.txt
 	test -x $(GPU_VENV)/bin/python || $(PYTHON312) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-aot-gpu.txt
 	touch $@
@@ -151,4 +155,4 @@ demo-model: $(DEV_STAMP) ## train the demo model again
 	$(BIN)/python -m examples.train_demo.train
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(RAY_VENV) $(DOCS_VENV) .venv-clients site build dist *.egg-info
+	rm -rf $(VENV) $(TPU_VENV) $(GPU_VENV) $(SCHEMAS) $(RAY_VENV) $(DOCS_VENV) .venv-3.* .venv-clients site build dist *.egg-info
