@@ -22,7 +22,9 @@ BENCHMARKS = {
     "regression": Benchmark("benchmarks.regression", "find what has become slower"),
     "routing": Benchmark("benchmarks.routing", "find prompts in the prefix caches of many replicas"),
     "simulator": Benchmark("benchmarks.simulator_validation", "compare the simulator with an engine"),
+    "sizes": Benchmark("benchmarks.sizes", "tell what an install takes on the disk, by package"),
     "soak": Benchmark("benchmarks.soak", "serve requests of every kind and look for leaks"),
+    "starts": Benchmark("benchmarks.starts", "time starts with empty caches and full ones"),
     "templates": Benchmark("benchmarks.templates", "time the rendering of chats"),
 }
 
