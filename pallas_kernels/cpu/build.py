@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -164,19 +165,34 @@ def _shipped(target: str) -> Path:
     return _HERE / "prebuilt" / f"native-{target}-{_digest()}.so"
 
 
-def ship() -> None:
-    """Compiles what a wheel made on this machine brings. Raises ValueError or OSError."""
+def ship(machine: str = "") -> None:
+    """Compiles what a wheel brings, for this kind of machine or another whose compiler is here.
+
+    Args:
+      machine: its name, such as aarch64; empty for this machine's.
+
+    Raises:
+      ValueError: there is no compiler, or it fails.
+      OSError: the folder cannot be written.
+    """
     shutil.rmtree(_HERE / "prebuilt", ignore_errors=True)
-    targets = [each for each in _LEVELS if each != "x86-64"] if level() in _LEVELS else [level()]
+    own = platform.machine()
+    machine = machine or own
+    targets = [each for each in _LEVELS if each != "x86-64"] if machine in ("x86_64", "AMD64") else [machine]
     for target in targets:
-        _compile([*_command(target), *_PORTABLE], _shipped(target))
+        _compile([*_command(target, _COMPILERS if machine == own else _cross(machine)), *_PORTABLE], _shipped(target))
 
 
-def _command(target: str) -> list[str]:
+def _cross(machine: str) -> tuple[str, ...]:
+    """The compilers for another kind of machine, as Linux distributions name them."""
+    return (f"{machine.replace('_', '-')}-linux-gnu-g++",)
+
+
+def _command(target: str, compilers: Sequence[str] = _COMPILERS) -> list[str]:
     """The compiler with its flags for a level. Raises ValueError without a compiler."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
-        raise ValueError(f"no C++ compiler ({', '.join(_COMPILERS)}) to build it with")
+        raise ValueError(f"no C++ compiler ({', '.join(compilers)}) to build it with")
     return [compiler, *_FLAGS, *_options(target)]
 
 
