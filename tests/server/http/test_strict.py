@@ -60,7 +60,8 @@ def test_many_connections_are_accepted_a_few_at_a_time(serve_port: Serve, monkey
             while turns[-1] < 300:
                 await asyncio.sleep(0)
                 turns.append(len(made))
-            assert max(after - before for before, after in itertools.pairwise(turns)) <= 64
+            # Later versions of asyncio accept one more than they are asked to.
+            assert max(after - before for before, after in itertools.pairwise(turns)) <= 64 + 1
 
     serve_port(scenario)
 
