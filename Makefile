@@ -61,7 +61,7 @@ test-alone: $(DEV_STAMP) ## run the tests that nothing may run beside
 test-clients: $(DEV_STAMP) ## run other people's clients, each in an environment of its own
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-test-pythons: ## run a part of the tests on every supported Python that is here (ARGS="--whole 3.13": all, on one)
+test-pythons: ## run a part of the tests on the other supported Pythons that are here (ARGS="--whole 3.13": all, on one)
 	$(PYTHON) -m tests.pythons $(ARGS)
 
 # Ray in an environment of its own: it is large, and warns where ours makes warnings errors.

@@ -2,7 +2,8 @@
 
 The versions are those of pyproject.toml. Each has an environment of its own, `.venv-VERSION`, which is made on first
 use: on Python 3.11 with the pins of requirements-dev.txt, on later ones with the newest versions that are supported
-(requirements-newest.txt). A version that is not here is told.
+(requirements-newest.txt). A version that is not here is told. Without arguments, the version of this Python is left to
+`make test`.
 """
 
 from __future__ import annotations
@@ -85,9 +86,12 @@ def run(version: str, arguments: Sequence[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.pythons", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--whole", action="store_true", help="what `make test` runs, in place of a part")
-    parser.add_argument("version", nargs="*", choices=[*versions(), []], help="default: all that are supported")
-    asked = parser.parse_args()
-    results = {version: run(version, () if asked.whole else QUICK) for version in asked.version or versions()}
+    parser.add_argument(
+        "version", nargs="*", choices=[*versions(), []], help="default: all that are supported but this"
+    )
+    asked, this = parser.parse_args(), "{}.{}".format(*sys.version_info)
+    others = [version for version in versions() if version != this]
+    results = {version: run(version, () if asked.whole else QUICK) for version in asked.version or others}
     for version, result in results.items():
         print(f"Python {version}: {result}")
     return int(any(result.startswith("FAILED") for result in results.values()))

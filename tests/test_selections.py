@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import pythons
+
 ROOT = Path(__file__).parents[1]
 COLLECT = """
 import json, pathlib, sys, pytest
@@ -46,6 +48,21 @@ def selections() -> list[tuple[list[str], str]]:
             if "-k" not in words:
                 found.append(([word for word in words if word.startswith("tests/")], expression))
     return found
+
+
+def test_other_pythons_run_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [path for path in pythons.QUICK if not (ROOT / path).exists()] == []
+    monkeypatch.setattr(pythons, "interpreter", lambda version: None)
+    monkeypatch.setattr(sys, "argv", ["pythons", "3.14"])
+    assert pythons.versions() == ["3.11", "3.12", "3.13", "3.14"]
+    assert pythons.run("3.14", pythons.QUICK) == "NOT TESTED: it is not here"
+    assert pythons.main() == 0
+    python = Path(sys.executable)
+    monkeypatch.setattr(pythons, "interpreter", lambda version: str(python))
+    monkeypatch.setattr(pythons, "environment", lambda version, found: python)
+    monkeypatch.setattr(pythons, "QUICK", ["--no-such-flag"])
+    assert pythons.run("3.14", pythons.QUICK) == "FAILED (exit code 4)"
+    assert pythons.main() == 1
 
 
 @pytest.mark.long
