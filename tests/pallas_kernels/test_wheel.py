@@ -20,13 +20,13 @@ CALLER = Path(__file__).with_name("call_product.cc")
 SOURCES = ("Makefile", "pyproject.toml", "README.md", "LICENSE", "jaxserve", "sharding", "pallas_kernels", "server")
 SERVE = """
 import pallas_kernels
-from jaxserve import Engine
+from jaxserve import Engine, startup
 from jaxserve.config import EngineConfig
 from pallas_kernels.cpu import build
 
 assert build.is_shipped(), build.level()
 config = EngineConfig(buckets=(4, 16), slots=512, max_rows=2, max_context=64, compilation_cache=None)
-with Engine.from_checkpoint(config=config, progress=False) as engine:
+with Engine.from_checkpoint(config=config, progress=startup.silent) as engine:
     (completion,) = engine.generate("It was a", max_tokens=4, temperature=0.0)
 print(pallas_kernels.__file__, engine.report.attention, len(completion.token_ids))
 """
