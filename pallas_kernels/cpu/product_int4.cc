@@ -3,17 +3,14 @@
 //
 // The instruction adds four products of unsigned by signed bytes to each of 16 sums. Rows of x are rounded to signed
 // bytes, group by group. Numbers of the kernel become unsigned by an offset, which the sums of x take back. A vector of
-// the kernel has four quarters of 32 inputs. What four outputs give for a row is added up to one vector, whose lanes
-// are outputs of quarters, before it is scaled. Results are bitwise the same whatever the other rows and the number of
-// threads.
+// the kernel has four quarters of 32 inputs. With few rows, what four outputs give for a row is added up to one vector,
+// whose lanes are outputs of quarters, before it is scaled; many rows are multiplied in int4_many.h. Results are bitwise
+// the same whatever the other rows and the number of threads.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
-#if defined(__AVX512VNNI__)
-#include <immintrin.h>
-#endif
-
+#include "int4.h"
+#include "int4_many.h"
 #include "parallel.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -25,65 +22,10 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int kAtOnce = 8;              // rows of x whose sums are in registers
-constexpr int kWidth = 4;               // outputs of a tile
-constexpr int64_t kQuarter = 32;        // inputs that are scaled together; groups are a multiple
-constexpr int64_t kVector = 4 * kQuarter;
-constexpr int64_t kBytes = 64;          // of a vector
-constexpr int64_t kAhead = 4096;        // least bytes of the kernel from what is read to what is prefetched
-constexpr int64_t kInBlock = 16;        // outputs whose scales are prepared together
-constexpr int64_t kAlone = 1 << 17;     // bytes read in the time that waking a thread takes
+using namespace int4;
 
-// A kernel [out, in], and what is known of it.
-struct Kernel {
-  const uint8_t* values;  // two a byte
-  int64_t out, in;
-  int64_t group, groups;  // inputs that share a scale, and how many such groups a row has
-  const int8_t* zeros;    // [out, groups] or null
-
-  int64_t Vectors() const { return (in + kVector - 1) / kVector; }
-};
-
-// Rows of x as bytes. Lanes of steps and sums are the outputs of quarters: they are equal for all outputs.
-struct Bytes {
-  Buffer<int8_t> values;  // [rows, vectors, 2, 64]: of even inputs, then of odd ones
-  Buffer<float> steps;    // [rows, vectors, 16]: what a value of 1 stands for
-  Buffer<int32_t> sums;   // [rows, vectors, 16]: of the values of a quarter
-};
-
-template <typename T>
-void RoundRow(const T* x, const Kernel& kernel, int64_t row, Bytes& bytes) {
-  thread_local Buffer<float> wide;
-  thread_local Buffer<int8_t> values;
-  const int64_t vectors = kernel.Vectors(), inputs = vectors * kVector;
-  wide.assign(inputs, 0.0f), values.assign(inputs, 0);
-  for (int64_t i = 0; i < kernel.in; i++) wide[i] = ToFloat(x[i]);
-  float* steps = bytes.steps.data() + row * vectors * kLanes;
-  int32_t* sums = bytes.sums.data() + row * vectors * kLanes;
-  std::fill_n(steps, vectors * kLanes, 0.0f), std::fill_n(sums, vectors * kLanes, 0);
-  for (int64_t begin = 0; begin < kernel.in; begin += kernel.group) {
-    const float most = Magnitude(wide.data() + begin, kernel.group);
-    const float step = most / 127, inverse = std::isfinite(most) && most > 1e-30f ? 1 / step : 0;
-    for (int64_t i = begin; i < begin + kernel.group; i += kQuarter) {
-      __m512i sum = _mm512_setzero_si512();
-      for (int64_t j = i; j < i + kQuarter && inverse != 0; j += kLanes) {
-        const __m512i nearest = _mm512_cvtps_epi32((__m512)(Load(wide.data() + j) * inverse));
-        _mm_store_si128(reinterpret_cast<__m128i*>(values.data() + j), _mm512_cvtepi32_epi8(nearest));
-        sum = _mm512_add_epi32(sum, nearest);
-      }
-      std::fill_n(steps + i / kQuarter * kWidth, kWidth, step);
-      std::fill_n(sums + i / kQuarter * kWidth, kWidth, _mm512_reduce_add_epi32(sum));
-    }
-  }
-  const __m512i low = _mm512_set1_epi16(255), order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
-  const auto pack = [&](__m512i a, __m512i b) { return _mm512_permutexvar_epi64(order, _mm512_packus_epi16(a, b)); };
-  int8_t* to = bytes.values.data() + row * inputs;
-  for (int64_t i = 0; i < inputs; i += kVector) {
-    const __m512i first = _mm512_load_si512(values.data() + i), second = _mm512_load_si512(values.data() + i + kBytes);
-    _mm512_store_si512(to + i, pack(_mm512_and_si512(first, low), _mm512_and_si512(second, low)));
-    _mm512_store_si512(to + i + kBytes, pack(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8)));
-  }
-}
+constexpr int64_t kAlone = 1 << 17;          // bytes read in the time that waking a thread takes
+constexpr int64_t kAloneRounding = 1 << 14;  // numbers of x rounded in that time
 
 // lanes [quarters, kWidth] = convert(x), of x [kWidth, groups] with `times` quarters in a group.
 template <typename T, typename To, typename Convert>
@@ -130,15 +72,15 @@ inline __m512i AddPairs(__m512i a, __m512i b) {  // of 32-bit lanes
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
 
-// sums [kRows, 16]: rows [row, row + kRows) of x times the outputs of a tile.
+// sums [kRows, 16]: rows of x times the outputs of a tile.
 template <int kRows, bool kZeros>
-void MultiplyTile(const Kernel& kernel, const Bytes& bytes, int64_t row, const Tile& tile, Vec* sums) {
+void MultiplyTile(const Kernel& kernel, const Bytes& bytes, const Tile& tile, Vec* sums) {
   const int64_t vectors = kernel.Vectors(), length = kernel.in / 2;
   const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-120), none = _mm512_setzero_si512();
   const int64_t ahead = RoundUp(kAhead, kWidth * length);  // the same place in later outputs
   Vec y[kRows] = {};
   for (int64_t v = 0; v < vectors; v++) {
-    const __mmask64 mask = ~uint64_t{0} >> (kBytes - std::min(kBytes, length - v * kBytes));
+    const __mmask64 mask = kernel.Mask(v);
     __m512i even[kWidth], odd[kWidth];
 #pragma GCC unroll 8
     for (int i = 0; i < kWidth; i++) {
@@ -151,7 +93,7 @@ void MultiplyTile(const Kernel& kernel, const Bytes& bytes, int64_t row, const T
     const __m512i offset = kZeros ? _mm512_load_si512(tile.offsets.data() + v * kLanes) : none;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
-      const int64_t at = (row + r) * vectors + v;
+      const int64_t at = r * vectors + v;
       const __m512i x_even = _mm512_load_si512(bytes.values.data() + at * kVector);
       const __m512i x_odd = _mm512_load_si512(bytes.values.data() + at * kVector + kBytes);
       __m512i dots[kWidth];
@@ -177,41 +119,61 @@ inline void MultiplyRows(int64_t rows, const Kernel& kernel, Args&&... args) {
   MultiplyTile<kRows, true>(kernel, args...);
 }
 
-// Outputs [begin, end) of all rows: a block.
+// Outputs [begin, end) of few rows: a block.
 template <typename S>
-void MultiplyBlock(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
-                   float* y) {
+void MultiplyFew(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
+                 float* y) {
   thread_local Tile tiles[kInBlock / kWidth];
-  const S* later = scales + end * kernel.groups;  // of the next block
-  for (size_t i = 0; i < kInBlock * kernel.groups; i += kCacheLine / sizeof(S)) __builtin_prefetch(later + i);
   const int64_t count = (end - begin + kWidth - 1) / kWidth;
   for (int64_t i = 0; i < count; i++) tiles[i].Set(kernel, scales, begin + i * kWidth);
+  for (int64_t i = 0; i < count; i++) {
+    Vec sums[kAtOnce];
+    MultiplyRows<kAtOnce>(rows, kernel, bytes, tiles[i], sums);
+    const int64_t first = begin + i * kWidth;
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t o = 0; o < std::min<int64_t>(kWidth, end - first); o++)
+        y[r * kernel.out + first + o] =
+            (sums[r][o] + sums[r][kWidth + o]) + (sums[r][2 * kWidth + o] + sums[r][3 * kWidth + o]);
+  }
+}
+
+// The same of many rows.
+template <typename S>
+void MultiplyMany(const Kernel& kernel, const S* scales, const Groups& groups, int64_t rows, int64_t begin, int64_t end,
+                  float* y) {
+  thread_local Block block;
+  block.Set(kernel, scales, begin, end);
   for (int64_t row = 0; row < rows; row += kAtOnce)
-    for (int64_t i = 0; i < count; i++) {
-      Vec sums[kAtOnce];
-      MultiplyRows<kAtOnce>(rows - row, kernel, bytes, row, tiles[i], sums);
-      const int64_t first = begin + i * kWidth;
-      for (int64_t r = 0; r < std::min<int64_t>(kAtOnce, rows - row); r++)
-        for (int64_t o = 0; o < std::min<int64_t>(kWidth, end - first); o++)
-          y[(row + r) * kernel.out + first + o] =
-              (sums[r][o] + sums[r][kWidth + o]) + (sums[r][2 * kWidth + o] + sums[r][3 * kWidth + o]);
-    }
+    kernel.zeros == nullptr ? MultiplyGroup<false>(rows, kernel, groups, row, block, y)
+                            : MultiplyGroup<true>(rows, kernel, groups, row, block, y);
 }
 
 template <typename T>
 void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const T* scales, const T* x, int64_t rows, float* y) {
+  const bool few = rows <= kAtOnce;
   Bytes bytes;
+  Groups groups;
   bytes.values.resize(rows * kernel.Vectors() * kVector);
   bytes.steps.resize(rows * kernel.Vectors() * kLanes);
   bytes.sums.resize(rows * kernel.Vectors() * kLanes);
-  ForEach(pool, rows, rows * kernel.in / kAlone,
-          [&](int64_t row) { RoundRow(x + row * kernel.in, kernel, row, bytes); });
+  if (!few) groups.Reserve(kernel, rows);
+  ForEach(pool, rows, rows * kernel.in / kAloneRounding, [&](int64_t row) {
+    RoundRow(x + row * kernel.in, kernel, row, bytes);
+    if (!few) groups.Take(kernel, bytes, row);
+  });
   const int64_t outputs = OutputsOfItem(kernel.out, kernel.in / 2, kInBlock, pool);
   ForEach(pool, (kernel.out + outputs - 1) / outputs, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
     const NoSubnormals guard;
     const int64_t last = std::min(kernel.out, (item + 1) * outputs);
-    for (int64_t begin = item * outputs; begin < last; begin += kInBlock)
-      MultiplyBlock(kernel, scales, bytes, rows, begin, std::min(last, begin + kInBlock), y);
+    for (int64_t begin = item * outputs; begin < last; begin += kInBlock) {
+      const int64_t end = std::min(last, begin + kInBlock);
+      const T* later = scales + end * kernel.groups;  // of the next block
+      for (size_t i = 0; i < kInBlock * kernel.groups; i += kCacheLine / sizeof(T)) __builtin_prefetch(later + i);
+      if (few)
+        MultiplyFew(kernel, scales, bytes, rows, begin, end, y);
+      else
+        MultiplyMany(kernel, scales, groups, rows, begin, end, y);
+    }
   });
 }
 

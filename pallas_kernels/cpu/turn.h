@@ -11,23 +11,42 @@
 
 namespace jaxserve {
 
+#if defined(__AVX512F__)
+// Lanes of (a, b) that vectors take whose blocks of kSide lanes are swapped across the diagonal: those of the upper half,
+// then of the lower. Constants, so that compilers have none to make.
+template <int kSide>
+struct Swapped {
+  alignas(64) int32_t upper[kLanes], lower[kLanes];
+
+  constexpr Swapped() : upper(), lower() {
+    for (int lane = 0; lane < kLanes; lane++) {
+      upper[lane] = lane & kSide ? kLanes + lane - kSide : lane;
+      lower[lane] = lane & kSide ? kLanes + lane : lane + kSide;
+    }
+  }
+};
+
+// Swaps blocks of kSide lanes, then of half as many, and so on.
+template <int kSide>
+inline void SwapBlocks(Vec* x) {
+  static constexpr Swapped<kSide> kSwapped;
+  const __m512i upper = _mm512_load_si512(kSwapped.upper), lower = _mm512_load_si512(kSwapped.lower);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    if (i & kSide) continue;
+    const __m512i a = (__m512i)x[i], b = (__m512i)x[i + kSide];
+    x[i] = (Vec)_mm512_permutex2var_epi32(a, upper, b);
+    x[i + kSide] = (Vec)_mm512_permutex2var_epi32(a, lower, b);
+  }
+  if constexpr (kSide > 1) SwapBlocks<kSide / 2>(x);
+}
+#endif
+
 // Transposes a tile of 32-bit numbers with as many vectors as a vector has lanes: lane j of vector i goes to lane i of
 // j.
 inline void Turn(Vec* x) {
-#if defined(__AVX512F__)  // swaps blocks across the diagonal: halves, then quarters, and so on
-  for (int side = kLanes / 2; side > 0; side /= 2) {
-    IntVec upper, lower;  // lanes of (a, b) that vectors of the upper half take, and of the lower half
-    for (int lane = 0; lane < kLanes; lane++) {
-      upper[lane] = lane & side ? kLanes + lane - side : lane;
-      lower[lane] = lane & side ? kLanes + lane : lane + side;
-    }
-    for (int i = 0; i < kLanes; i++) {
-      if (i & side) continue;
-      const __m512i a = (__m512i)x[i], b = (__m512i)x[i + side];
-      x[i] = (Vec)_mm512_permutex2var_epi32(a, (__m512i)upper, b);
-      x[i + side] = (Vec)_mm512_permutex2var_epi32(a, (__m512i)lower, b);
-    }
-  }
+#if defined(__AVX512F__)
+  SwapBlocks<kLanes / 2>(x);
 #else
   alignas(Vec) float numbers[kLanes][kLanes];
   std::memcpy(numbers, x, sizeof numbers);
