@@ -128,5 +128,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
             facts[f"{name}: {kind}"] = (f"{count}, {size(payload)} in all", payload)
         for part, seconds in (parts._asdict() if (parts := plan.parts(bucket)) else {}).items():
             facts[f"{name}: ms of {part}"] = (f"{1e3 * seconds:.2f}", 1e3 * seconds)
+        sampling = 1e3 * plan.sampling(bucket)
+        facts[f"{name}: ms of sampling"] = (f"{sampling:.2f}", sampling)
         facts[f"{name}: bound by"] = (bucket.bottleneck or UNKNOWN, None)
     return facts

@@ -68,7 +68,7 @@ class _FixedWork(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The seconds of one stage by what it does; sampling is not predicted.
+    """The seconds of one stage by what it does, without sampling.
 
     Attributes:
       matmul: the products of the layers, experts among them, and all that reads their weights.

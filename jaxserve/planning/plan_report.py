@@ -25,7 +25,10 @@ _REMEDIES = {
     "links": "links between devices: a smaller tensor size and more stages would send less",
     "overhead": "starting layers: more rows would help, fewer stages would not",
 }
-SAMPLING = "Sampling is not predicted: it is a program of its own, the same for every sharding, since logits are whole"
+_SAMPLING = (
+    "Sampling is a program of its own, the same for every sharding; its ms are for greedy rows or a temperature, and on "
+    "top: the constants of the others are fitted to whole steps, which sample"
+)
 
 
 def show(plan: Plan, out: Console, *, brief: bool = False) -> None:
@@ -170,12 +173,14 @@ def _overlap(plan: Plan) -> str:
 def by_part(plan: Plan) -> Section:
     """The milliseconds of each bucket by what is done."""
     rows = [
-        (str(bucket.tokens), *(number(1e3 * seconds, ".2f") for seconds in parts))
+        (
+            str(bucket.tokens),
+            *(number(seconds and 1e3 * seconds, ".2f") for seconds in plan.parts(bucket) or [None] * len(Parts._fields)),
+            f"{1e3 * plan.sampling(bucket):.2f}",
+        )
         for bucket in plan.buckets
-        if (parts := plan.parts(bucket)) is not None
     ]
-    notes = [SAMPLING] if rows else []
-    return Section("The same ms by part, all stages", ("bucket", *Parts._fields), rows, notes)
+    return Section("The same ms by part, all stages", ("bucket", *Parts._fields, "sampling"), rows, [_SAMPLING])
 
 
 def compiled(plan: Plan, stages: Sequence[CompiledStage], where: str = "") -> Section:
@@ -229,6 +234,7 @@ def plan_json(plan: Plan, stages_compiled: Sequence[CompiledStage] = ()) -> dict
         {name: getattr(bucket, name) for name in _BUCKET}
         | {"stages": [_milliseconds(each) for each in bucket.stages]}
         | {"parts": None if (parts := plan.parts(bucket)) is None else _milliseconds(parts)}
+        | {"sampling": 1e3 * plan.sampling(bucket)}
         for bucket in plan.buckets
     ]
     return {

@@ -15,7 +15,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.models.schema import ModelConfig
 from jaxserve.planning import collectives
 from jaxserve.planning.activations import activation_bytes, are_known
-from jaxserve.planning.calibration import Fit
+from jaxserve.planning.calibration import Fit, fit_of
 from jaxserve.planning.cost import Parts, Roofline, Seconds
 from jaxserve.planning.deployment import Deployment, model_of, programs
 from jaxserve.planning.stage_load import AttentionLoad, ExpertLoad, StageLoad
@@ -36,6 +36,9 @@ from sharding.fit import check_weights
 from sharding.spec import names
 
 REQUEST = 2048  # tokens of a request, for "requests that fit"
+# How often the sampler reads all logits, in float32, where no row drops tokens or has penalties: for the largest of
+# blocks, for the weights of blocks to draw from, and for the sum under the logprob.
+SAMPLER_PASSES = 3
 _PROMPT = 1024  # tokens of the prompts that the default buckets are chosen for
 _ACTIVATION_SHARE = 1 / 64  # of a device's memory that the largest default bucket may take
 
@@ -184,6 +187,15 @@ class Plan:
             return None
         stages = self.roofline(bucket=bucket.tokens).parts(_chunks(self.deployment, bucket.tokens))
         return Parts(*map(sum, zip(*stages, strict=True)))
+
+    def sampling(self, bucket: BucketPlan) -> float:
+        """Seconds of the sampler in a bucket whose rows are greedy or have a temperature only.
+
+        They are no part of an iteration's time: the constants are fitted to whole steps, which sample.
+        """
+        device = self.deployment.topology.device
+        fit, nbytes = fit_of(device), self.stages[-1].load.sampled_bytes * bucket.decodes
+        return nbytes / device.bandwidth / fit.efficiency + fit.sampler_seconds
 
 
 def predict(deployment: Deployment) -> Plan:
@@ -335,6 +347,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology:
         experts=experts if of_experts else None,
         collectives=collectives.predict(stage, parts, topology, bucket),
         head_bytes=head.nbytes if head else 0,
+        sampled_bytes=4 * SAMPLER_PASSES * config.vocab_size if stage.is_last else 0,
         row_parts=stage.shape.groups.parts,
         hop_bytes=0 if stage.is_last else config.hidden_size * shape.dtype.itemsize,
         mesh=dict(stage.mesh.shape),

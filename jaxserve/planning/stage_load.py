@@ -103,6 +103,7 @@ class StageLoad:
     Attributes:
       weight_bytes: weights read once per iteration; without those of experts.
       head_bytes: those of them that make the logits.
+      sampled_bytes: bytes that the sampler reads for each row; 0 but on the last stage.
       token_ops / row_ops: operations of matmuls for each token, and for each row with logits; without experts.
       collectives: the collectives within the stage; None if they are unknown, and so is the time on links.
       overlapped: the share of their bytes that the device sends while it multiplies or attends.
@@ -121,6 +122,7 @@ class StageLoad:
     hop_bytes: int = 0
     mesh: Mapping[str, int]
     head_bytes: int = 0
+    sampled_bytes: int = 0
     row_parts: int = 1
     overlapped: float = 0.0
 

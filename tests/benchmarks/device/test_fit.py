@@ -7,6 +7,8 @@ import pytest
 from benchmarks.device import __main__ as command
 from benchmarks.device import fit, records
 from jaxserve.planning.calibration import FITS, calibration
+from jaxserve.planning.planner import deployment
+from jaxserve.planning.predict import predict
 from sharding.devices import DEVICES
 
 RECORDS = Path("benchmarks/results/2026-11-26-h200.jsonl")
@@ -31,6 +33,13 @@ def test_two_all_reduces_have_the_published_overhead():
     ours = FITS["h200"]
     assert ours.layer_seconds + 2 * ours.collective_seconds == pytest.approx(FITS["a100-40g"].layer_seconds)
     assert ours.of_links == FITS["a100-40g"].of_links
+
+
+def test_the_sampler_takes_what_was_measured():
+    (record,) = (each for each in records.read(RECORDS) if "temperature alone" in each["name"])
+    assert record["name"].startswith("32 x 250880")  # as in BLOOM
+    (bucket,) = (plan := predict(deployment("bloom-7b1", "h200:1", max_rows=32, buckets=(32,)))).buckets
+    assert 1e3 * plan.sampling(bucket) == pytest.approx(record["ms"], rel=0.02)
 
 
 def test_the_errors_of_all_steps_are_in_the_results(steps, capsys):

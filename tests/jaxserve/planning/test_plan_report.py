@@ -118,7 +118,24 @@ def test_milliseconds_are_told_by_part():
     plans = [predict(dataclasses.replace(asked, context=context)) for context in (1024, 512)]
     found = {each.what: each for each in comparison.differences(*plans)}
     assert float(found["bucket 256: ms of attention"].theirs) < float(found["bucket 256: ms of attention"].ours)
-    assert not {"bucket 256: ms of matmul", "bucket 256: ms of head", "bucket 256: ms of collectives"} & set(found)
+    same = ("matmul", "head", "collectives", "sampling")
+    assert not {f"bucket 256: ms of {part}" for part in same} & set(found)
+
+
+def test_sampling_is_a_part_of_its_own(undecided):
+    """Of as many rows as decode, whatever the sharding, and the same where collectives are unknown."""
+    plans = [predict(named("bloom-560m", "v6e:2x2", tensor=4, max_rows=rows, buckets=(32,))) for rows in (16, 32)]
+    one, other = (1e3 * plan.sampling(plan.buckets[-1]) for plan in plans)
+    device = plans[0].deployment.topology.device
+    assert one == pytest.approx(1e3 * 3 * 16 * 4 * 250_880 / device.bandwidth / 0.57)
+    assert other == pytest.approx(2 * one)
+    found = {each.what: each for each in comparison.differences(*plans)}
+    assert found["bucket 32: ms of sampling"].change == "+100.0%"
+    for plan in (plans[0], undecided):
+        (bucket,) = plan.buckets
+        told = printed(plan_report.by_part(plan).show)
+        assert re.search(rf"starts +sampling *\n *{bucket.tokens} .* {1e3 * plan.sampling(bucket):.2f} *\n", told)
+        assert plan_report.plan_json(plan)["buckets"][0]["sampling"] == 1e3 * plan.sampling(bucket) > 0
 
 
 def test_memory_is_told_as_bars():

@@ -5,12 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxserve.iteration import SamplerVariant
 from jaxserve.planning.deployment import programs
 from jaxserve.planning.planner import plan
-from jaxserve.planning.predict import predict, with_buckets
+from jaxserve.planning.predict import SAMPLER_PASSES, predict, with_buckets
+from jaxserve.sampling import sampler
 from sharding import devices, specs
 from tests.jaxserve.planning.questions import BLOOM, GPT2, LLAMA, MIXTRAL, named, question
 
@@ -270,3 +275,14 @@ def test_slots_and_tokens_over_an_axis_divide_work(tmp_path) -> None:
         (load,), (alone,) = each.load.attention, whole.load.attention
         assert (load.slot_ops, load.slot_bytes) == (alone.slot_ops / 4, alone.slot_bytes / 4)
     assert (split.load.token_ops, tokens.load.token_ops) == (whole.load.token_ops, whole.load.token_ops / 4)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(8, 12_800), (16, 5120)])
+def test_the_sampler_reads_logits_as_often_as_predicted(rows, vocabulary):
+    """XLA counts three look-ups of a block as if they read all of the logits; CPUs read them once more."""
+    logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)
+    numbers, history = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, 64)))
+    choose = jax.jit(partial(sampler.sample, variant=SamplerVariant.PLAIN))
+    counted = choose.lower(logits, sampler.empty_rows(rows), numbers, history).compile().cost_analysis()
+    passes = counted["bytes accessed"] / (4 * rows * vocabulary) - 3
+    assert SAMPLER_PASSES < passes < SAMPLER_PASSES + 1.5
