@@ -173,6 +173,24 @@ def test_a_trace_is_simulated(azure, capsys, tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+def test_a_mesh_of_several_axes_is_simulated(capsys, tmp_path):
+    """Split over both of its axes it is one axis of as many devices; over one of them it is another layout."""
+    figures = {}
+    rules = {"both": '["x", "y"]', "one": '"x"'}
+    for name, over in rules.items():
+        (tmp_path / f"{name}.toml").write_text(f"[axes]\nvocab = {over}\nffn = {over}\nheads = {over}\n")
+    traffic = ["--rate", "50", "--requests", "30", "--prompt", "4:8", "--output", "9", "--policies", "grow", "--json"]
+    for name, layout in {
+        "tensor": ["--tensor", "4"],
+        "both": ["--mesh", "x=2,y=2", "--sharding", str(tmp_path / "both.toml")],
+        "one": ["--mesh", "x=2,y=2", "--sharding", str(tmp_path / "one.toml")],
+    }.items():
+        assert cli.main(["simulate", *MODEL[:2], "--topology", "h100:4", *MODEL[4:], *traffic, *layout]) == 0
+        (figures[name],) = json.loads(capsys.readouterr().out)["policies"]
+    assert figures["both"] == figures["tensor"]
+    assert figures["one"]["tpot_ms"] != figures["both"]["tpot_ms"]
+
+
 def test_synthetic_traffic_policies(capsys):
     lengths = ["--requests", "40", "--prompt", "4:8", "--output", "3"]
     assert cli.main(["simulate", "--rate", "20", *lengths, *MODEL, "--policies", "grow,reserve", "--json"]) == 0
