@@ -13,6 +13,7 @@ BENCHMARKS = {
     "faults": Benchmark("benchmarks.faults", "serve under faults and check every answer"),
     "fronts": Benchmark("benchmarks.fronts", "route from many fronts to simulated replicas"),
     "host": Benchmark("benchmarks.host", "time the host's work of an iteration"),
+    "layouts": Benchmark("benchmarks.layouts", "run every documented layout on virtual devices"),
     "overlap": Benchmark("benchmarks.overlap", "tell which collectives run while devices multiply"),
     "overload": Benchmark("benchmarks.overload", "refuse calls of too much recorded traffic, simulated"),
     "paper": Benchmark("benchmarks.paper", "repeat a published evaluation with the simulator"),

@@ -26,8 +26,8 @@ _REMEDIES = {
     "overhead": "starting layers: more rows would help, fewer stages would not",
 }
 _SAMPLING = (
-    "Sampling is a program of its own, the same for every sharding; its ms are for greedy rows or a temperature, and on "
-    "top: the constants of the others are fitted to whole steps, which sample"
+    "Sampling of greedy rows or by temperature, the same for every sharding; not in the ms above, whose constants are "
+    "fitted to whole steps"
 )
 
 
@@ -175,7 +175,10 @@ def by_part(plan: Plan) -> Section:
     rows = [
         (
             str(bucket.tokens),
-            *(number(seconds and 1e3 * seconds, ".2f") for seconds in plan.parts(bucket) or [None] * len(Parts._fields)),
+            *(
+                number(seconds and 1e3 * seconds, ".2f")
+                for seconds in plan.parts(bucket) or [None] * len(Parts._fields)
+            ),
             f"{1e3 * plan.sampling(bucket):.2f}",
         )
         for bucket in plan.buckets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,8 +144,10 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
     from jaxserve.planning.search import search
     from jaxserve.planning.search_space import layouts
 
+    started, tried = time.perf_counter(), list(layouts(deployment))
     with console.progress_bars() as progress:
-        found = search(deployment, layouts(deployment), progress)
+        found = search(deployment, tried, progress)
+    console.say(f"planned {len(tried)} layouts in {time.perf_counter() - started:.1f} s")
     if not args.json:
         out = console.tables()
         fit = "1 way fits" if len(found.candidates) == 1 else f"{len(found.candidates)} ways fit"

@@ -24,7 +24,9 @@ def marked(seed: int) -> Any:
     return pytest.param(seed, marks=() if seed == 7 else pytest.mark.long if seed in (0, 4) else pytest.mark.weekly)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 7 else pytest.mark.long) for seed in range(40)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed == 7 else pytest.mark.long) for seed in range(40)]
+)
 def test_bytes_and_collectives_are_as_predicted_or_unknown(seed: int) -> None:
     found = predictions.compare(seed)
     assert all(each.holds for each in found), predictions.largest_misses(found).rows

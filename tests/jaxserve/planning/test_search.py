@@ -6,11 +6,14 @@ import dataclasses
 import io
 import json
 import re
+from collections import Counter
 
 import pytest
 from rich.console import Console
 
+from jaxserve import models
 from jaxserve.planning import collectives, search_report
+from jaxserve.planning.deployment import model_of
 from jaxserve.planning.predict import predict
 from jaxserve.planning.search import SearchResult, frontier, search
 from jaxserve.planning.search_space import layouts, tensor_layouts
@@ -52,6 +55,28 @@ def test_a_search_tries_every_way(found):
     assert "heads padded, vocab padded, ffn padded" in padded
     speeds = [each.tokens_per_second for each in found.candidates]
     assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_search_plans_each_layout_once(monkeypatch):
+    """The model is built once, and once more for each padding of it."""
+    deployment, counted, paddings = question(BLOOM, topology="h200:6", slots=None), [], Counter()
+    tried, build, plan = list(layouts(deployment)), models.build, predict
+
+    def planned(candidate):
+        counted.append(candidate)
+        return plan(candidate)
+
+    def built(config, padded=None):
+        paddings.update([padded and tuple(padded.items())])
+        return build(config, padded)
+
+    monkeypatch.setattr("jaxserve.planning.search.predict", planned)
+    monkeypatch.setattr(models, "build", built)
+    model_of.cache_clear()
+    search(deployment, tried)
+    assert counted == [each.deployment for each in tried]
+    assert paddings[None] == 1
+    assert paddings.total() <= 1 + len(tried)
 
 
 def test_a_search_tries_every_axis():

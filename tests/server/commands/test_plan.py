@@ -121,7 +121,9 @@ def test_a_plan_is_compiled_for_cpus(capsys, tmp_path):
 def test_a_search_is_printed_and_drawn(capsys, tmp_path):
     plot = tmp_path / "frontier.svg"
     assert cli.main([*ASKED[:3], "--topology", "h200:2", "--buckets", "8", "--search", "--plot", str(plot)]) == 0
-    assert "The frontier" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "The frontier" in told.out
+    assert re.search(r"planned [1-9]\d* layouts in \d+\.\d s\n", told.err)
     assert plot.read_text().startswith("<?xml")
     assert cli.main([*ASKED[:3], "--topology", "h200:2", "--search", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["candidates"][0]["tokens_per_second"] > 0

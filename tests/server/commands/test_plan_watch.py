@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from jaxserve import models
+from jaxserve.planning import deployment, planner, predict
+from jaxserve.weights import naming
 from server.commands import cli, plan_watch
 
 ASKED = ["plan", "--model", "bloom-560m", "--topology", "h200:8", "--tensor", "4", "--buckets", "8", "--max-rows", "8"]
@@ -62,6 +66,35 @@ def test_a_save_prints_what_it_changes(capsys, rules, edits, tmp_path):
     assert not any("layers" in row[0] for row in rows)
     assert told.err.count("waiting for the next save of") == 2
     assert len(set(pages)) == 2
+
+
+def test_a_save_plans_once_and_builds_nothing_again(capsys, rules, edits, monkeypatch):
+    """What depends on the rules is planned once a save; the model and its parameters are those of the first plan."""
+    counted = Counter()
+
+    def count(module, name):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: counted.update([name]) or original(*args, **kwargs))
+
+    count(models, "build")
+    count(naming, "parameters")
+    count(planner, "predict")
+    for known in (deployment.model_of, predict.count_parameters):
+        known.cache_clear()
+    seen = []
+    edits += [
+        lambda: seen.append(dict(counted)),
+        lambda: save(rules, '[axes]\nvocab = "tensor"\n'),
+        lambda: seen.append(dict(counted)),
+        lambda: save(rules, '[axes]\nheads = "none"\n'),
+    ]
+    assert cli.main([*ASKED, "--sharding", str(rules), "--watch"]) == 0
+    seen.append(dict(counted))
+    assert "ms of attention" in capsys.readouterr().out
+    first, *saves = seen
+    assert first == {"predict": 1, "build": 1, "parameters": 4}
+    # The parameters are named once for what a rule may name, once for what divides, and once for where they lie.
+    assert saves == [{"predict": plans, "build": 1, "parameters": 1 + 3 * plans} for plans in (2, 3)]
 
 
 def test_mistakes_end_nothing(capsys, rules, edits):
