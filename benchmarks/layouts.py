@@ -187,10 +187,10 @@ def _served(config: ModelConfig, params: Any, engine: EngineConfig, steps: int) 
     return answers, held, milliseconds
 
 
-def _alive() -> Counter[jax.Device]:
+def _alive() -> Counter[Any]:
     """Bytes of all arrays on each device."""
     gc.collect()
-    found: Counter[jax.Device] = Counter()
+    found: Counter[Any] = Counter()
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
             found[shard.device] += shard.data.nbytes
