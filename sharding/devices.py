@@ -165,6 +165,11 @@ class Topology:
                 links += 2 if span == length and length % device.ring == 0 else 1
         return links * device.link
 
+    def ring_bandwidth(self, group: Sequence[int]) -> float:
+        """Bytes per second that each device of a group can send around a ring of neighbours, both ways."""
+        bandwidth = self.group_bandwidth(group)
+        return bandwidth if self.device.platform == "gpu" else min(bandwidth, 2 * self.device.link)
+
     def hop_bandwidth(self, size: int) -> float:
         """Bytes per second from a device to its counterpart in the next stage of `size` devices."""
         device = self.device

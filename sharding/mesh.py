@@ -54,3 +54,42 @@ def make_meshes(
 def abstract(axes: Mapping[str, int]) -> AbstractMesh:
     """The mesh of a stage without devices, for shapes and shardings only."""
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def ring(mesh: Mesh, over: tuple[str, ...]) -> tuple[int, ...]:
+    """Places of the devices along mesh axes, in an order in which each is a neighbour of the next.
+
+    So is the last of the first. Where chips are no box with an even side, or have no coordinates, the order is theirs
+    in the mesh.
+    """
+    group = mesh.devices[tuple(slice(None) if axis in over else 0 for axis in mesh.axis_names)]
+    kept = [axis for axis in mesh.axis_names if axis in over]
+    devices = group.transpose([kept.index(axis) for axis in over]).ravel()
+    given = tuple(range(len(devices)))
+    if not hasattr(devices[0], "core_on_chip"):
+        return given
+    places = {(*device.coords, device.core_on_chip): place for place, device in enumerate(devices)}
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    points = [
+        tuple(side[i] for side, i in zip(sides, at, strict=True)) for at in _closed_walk([len(each) for each in sides])
+    ]
+    return tuple(places[point] for point in points) if set(points) == set(places) else given
+
+
+def _closed_walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The points of a box, each a step from the next and the last from the first; none if there is no such walk."""
+    even = next((axis for axis, size in enumerate(sizes) if size % 2 == 0), None)
+    if even is None or math.prod(sizes) == sizes[even]:
+        return []
+    across = _walk([*sizes[:even], *sizes[even + 1 :]])
+    there = [(row, point) for row in range(sizes[even]) for point in (across[1:] if row % 2 == 0 else across[:0:-1])]
+    back = [(row, across[0]) for row in reversed(range(sizes[even]))]
+    return [(*point[:even], row, *point[even:]) for row, point in (*there, *back)]
+
+
+def _walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The points of a box, each a step from the next."""
+    if not sizes:
+        return [()]
+    rest = _walk(sizes[1:])
+    return [(i, *point) for i in range(sizes[0]) for point in (rest if i % 2 == 0 else rest[::-1])]

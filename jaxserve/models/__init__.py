@@ -121,14 +121,20 @@ class Model:
     def _make(self, piece: str, key: jax.Array, **layer: int) -> nnx.Module:
         return getattr(self._family, piece)(self.padded_config, rngs=nnx.Rngs(key), **layer)
 
-    def _split(self, piece: str, **layer: int) -> tuple[type, nnx.GraphDef, dict[str, Any]]:
+    def _split(self, piece: str, **layer: int) -> tuple[nnx.Module, nnx.GraphDef, dict[str, Any]]:
         module = nnx.eval_shape(lambda: self._make(piece, jax.random.key(0), **layer))
         graph, state = nnx.split(module)
-        return type(module), graph, nnx.to_pure_dict(state)
+        return module, graph, nnx.to_pure_dict(state)
 
     def is_parallel(self, i: int) -> bool:
         """Whether layer i computes attention and feed-forward side by side."""
-        return issubclass(self._blocks[i][0], layers.ParallelBlock)
+        return isinstance(self._blocks[i][0], layers.ParallelBlock)
+
+    def hidden_sums(self, i: int) -> int:
+        """Sums over the hidden size that the norms of layer i take for each token."""
+        parts = vars(self._blocks[i][0])
+        norms = (parts[name] for name in parts if name not in ("q_norm", "k_norm"))
+        return sum(each.sums for each in norms if isinstance(each, layers.LayerNorm | layers.RMSNorm))
 
     def embed(
         self, params: Params, tokens: Int32[jax.Array, " T"], positions: Int32[jax.Array, " T"]

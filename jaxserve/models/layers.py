@@ -55,6 +55,8 @@ class LayerNorm(nnx.Module):
       scale / bias: whether it has them.
     """
 
+    sums = 2  # over x's last axis, one after the other
+
     def __init__(self, config: ModelConfig, *, scale: bool = True, bias: bool = True) -> None:
         self.scale = nnx.Param(jnp.ones(config.hidden_size)) if scale else None
         self.bias = nnx.Param(jnp.zeros(config.hidden_size)) if bias else None
@@ -79,6 +81,8 @@ class RMSNorm(nnx.Module):
       size: S; the hidden size by default.
       offset: added to the stored scale.
     """
+
+    sums = 1  # over x's last axis
 
     def __init__(self, config: ModelConfig, *, size: int | None = None, offset: float = 0.0) -> None:
         self.scale = nnx.Param(jnp.full(size or config.hidden_size, 1.0 - offset))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jaxserve.planning import collectives
-from jaxserve.runner import kv_cache
+from jaxserve.runner import kv_cache, rings
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.spec import Target, names
@@ -71,7 +71,8 @@ def _split(stage: StagePrograms, target: Target) -> tuple[str, ...]:
 def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> int:
     """Bytes of a layer's weights that are gathered to use them.
 
-    XLA's CPU compiler gathers all layers' at once, and copies the slice of a kernel that a part of "embed" meets.
+    XLA's CPU compiler gathers all layers' at once, and copies the slice of a kernel that a part of "embed" meets;
+    around rings, of all kernels.
     """
     layers: Counter[int] = Counter()
     for part in parts.values():
@@ -81,9 +82,12 @@ def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter])
             layers[int(part.name.split(".")[1])] += part.nbytes * times if times > 1 else 0
     if stage.platform != "cpu":
         return max(layers.values(), default=0)
-    kernels = [part.nbytes for part in parts.values() if part.name.startswith("layers.") and len(part.local) == 2]
+    kernels = [part for part in parts.values() if part.name.startswith("layers.") and len(part.local) == 2]
+    ring = rings.ring_axes(stage.mesh, stage.spec, stage.platform)
+    around = [part for part in kernels if rings.split_axis(part.partition, stage.mesh, ring) is not None]
     slices = spec_parts(stage.spec.activations.get("embed"), stage.mesh.shape)
-    return layers.total() + (max(kernels) // slices if slices > 1 else 0)
+    largest = max((part.nbytes for part in kernels if part not in around), default=0)
+    return layers.total() + sum(part.nbytes for part in around) + (largest // slices if slices > 1 else 0)
 
 
 def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:

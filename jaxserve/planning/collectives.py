@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from jaxserve.planning.stage_load import Collective
-from jaxserve.runner import kv_cache
+from jaxserve.runner import kv_cache, rings
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.devices import Topology
@@ -53,8 +53,8 @@ def predict(
 ) -> tuple[Collective, ...] | None:
     """The collectives of one iteration of a stage; None if the compiler decides some of them.
 
-    The compiler decides if the spec splits "embed", norms of heads, routers or the hidden states between the layers
-    (unless by tokens, see `_tokens`), or if parts over some mesh axes are read as parts over others.
+    The compiler decides if the spec splits "embed", norms of heads or routers, or if parts over some mesh axes are read
+    as parts over others; and in some cases of split hidden states (see `_tokens` and `_ring`).
 
     Args:
       parts: the stage's parameters by name.
@@ -97,7 +97,7 @@ def _all(
 
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     heads, keys = (item * count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-    tokens = _tokens(stage, parts)
+    tokens, ring = _tokens(stage, parts), _ring(stage, parts)
     hidden, by_head = item * config.hidden_size, over(kv_cache.head_target(stage.mesh, stage.spec))
     of_tokens = parts_of(tokens, stage.mesh.shape)
     by_slot = kv_cache.slot_axes(stage.mesh, stage.spec)
@@ -105,6 +105,9 @@ def _all(
     sums = 4 * config.num_heads // parts_of(by_head, stage.mesh.shape)  # of weights, as logarithms
     found: Counter[_Exchange] = Counter(_lookups(stage, parts, over) if stage.is_first else ())
     for layer in stage.layers:
+        if ring:
+            found.update(dict(_around(stage, layer, hidden, ring)))
+            continue
 
         def product(name: str, *results: int, layer: int = layer) -> _Step:
             out, into = map(over, parts[f"layers.{layer}.{name}.kernel"].partition)
@@ -137,8 +140,8 @@ def _all(
             sent.append(_Exchange("all-reduce", "layers.*.experts", hidden, over(*experts.partition)))
         sent = [each._replace(nbytes=each.nbytes // of_tokens) for each in sent]
         found.update(_together(sent) if stage.model.is_parallel(layer) else sent)
-    if tokens:
-        found[_Exchange("all-gather", "the last layer", hidden, tokens)] += 1
+    if tokens or ring:
+        found[_Exchange("all-gather", "the last layer", hidden, tokens or ring)] += 1
     if stage.is_last and (of_head := over(head_table(parts).partition[0])):
         found[_Exchange("all-gather", "head", 4 * config.vocab_size, of_head, True)] += 1
     return found
@@ -172,23 +175,61 @@ def _stays_scattered(stage: StagePrograms, topology: Topology, by_part: _Over, o
 def _tokens(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:
     """The mesh axes that split the hidden states between the layers by tokens.
 
-    Raises _Unknown where the compiler chooses what to exchange: over axes that split parameters or heads, too; with
-    experts, which see all tokens; beside parallel halves of a layer, and where only a part of each head is rotated.
-    Compilers for GPUs join gathers, and widen some of them.
+    Raises _Unknown where the compiler chooses what to exchange: over axes that split parameters or heads, too; and in
+    what is not plain. Compilers for GPUs join gathers, and widen some of them.
     """
     split = {name: kv_cache.over(stage.mesh, target) for name, target in stage.spec.activations.items()}
     tokens = split.get("tokens", ())
     taken = {axis for part in parts.values() for target in part.partition for axis in names(target)}
     taken.update(names(kv_cache.head_target(stage.mesh, stage.spec)))
     by_part = (*kv_cache.row_axes(stage.mesh, stage.spec), *kv_cache.slot_axes(stage.mesh, stage.spec))
+    if tokens and (taken & {*tokens} or by_part not in ((), tokens) or not _is_plain(stage, parts)):
+        raise _Unknown
+    return tokens
+
+
+def _ring(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:
+    """The mesh axes of the rings that layers multiply around, which split the hidden states by "embed".
+
+    Raises _Unknown where the hidden states are split so, but some exchanges are not those of rings.
+    """
+    over = kv_cache.over(stage.mesh, stage.spec.activations.get("embed"))
+    if not over:
+        return ()
+    by_part = (*kv_cache.row_axes(stage.mesh, stage.spec), *kv_cache.slot_axes(stage.mesh, stage.spec))
+    kernels = [part for name, part in parts.items() if name.startswith("layers.") and name.endswith(".kernel")]
+    heads = kv_cache.over(stage.mesh, kv_cache.head_target(stage.mesh, stage.spec))
+    is_known = over == rings.ring_axes(stage.mesh, stage.spec, stage.platform) == heads
+    others = (*by_part, *kv_cache.over(stage.mesh, stage.spec.activations.get("tokens")))
+    is_known &= all(rings.split_axis(part.partition, stage.mesh, over) is not None for part in kernels)
+    if others or not is_known or not _is_plain(stage, parts):
+        raise _Unknown
+    return over
+
+
+def _around(stage: StagePrograms, layer: int, hidden: int, over: _Over) -> Iterator[tuple[_Exchange, int]]:
+    """The exchanges of a layer around rings, with their numbers: of its products, and of the sums of its norms.
+
+    Args:
+      hidden: bytes of the hidden states of a token.
+    """
+    group = parts_of(over, stage.mesh.shape)
+    for name in ("qkv", "out", "up", "down"):  # the gate reads the parts that `up` reads
+        yield _Exchange("collective-permute", f"layers.*.{name}", hidden // group, over), group - 1
+    yield _Exchange("all-reduce", "layers.*.norms", 4, over), stage.model.hidden_sums(layer)
+
+
+def _is_plain(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bool:
+    """Whether the exchanges of hidden states that are split between the layers are known.
+
+    They are not with experts, which see all tokens; beside parallel halves of a layer; where only a part of each head
+    is rotated; of quantized matrices and on GPUs.
+    """
     rotary = getattr(stage.model.config, "rotary", None)  # of the families that have one
     in_parts = rotary is not None and (rotary.interleaved or rotary.size < stage.model.config.head_dim)
     is_parallel = any(map(stage.model.is_parallel, stage.layers))
     has_experts = any(is_of_experts(part.axes) for part in parts.values())
-    is_plain = not (in_parts or is_parallel or has_experts or stage.quantize is not None or stage.platform == "gpu")
-    if split.get("embed") or (tokens and (taken & {*tokens} or by_part not in ((), tokens) or not is_plain)):
-        raise _Unknown
-    return tokens
+    return not (in_parts or is_parallel or has_experts or stage.quantize is not None or stage.platform == "gpu")
 
 
 def _lookups(

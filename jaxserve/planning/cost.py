@@ -136,11 +136,13 @@ class Roofline:
                     "the compiler; `jaxserve plan --compile` shows them"
                 )
             speeds = {
-                over: topology.group_bandwidth(axes.members(load.mesh, over or tuple(load.mesh)))
-                for over in {each.over for each in load.collectives}
+                (over, is_ring): (topology.ring_bandwidth if is_ring else topology.group_bandwidth)(
+                    axes.members(load.mesh, over or tuple(load.mesh))
+                )
+                for over, is_ring in {(each.over, each.is_ring) for each in load.collectives}
             }
             by_step, with_token, with_row = (
-                sum(each.sent(*one) / speeds[each.over] for each in load.collectives)
+                sum(each.sent(*one) / speeds[each.over, each.is_ring] for each in load.collectives)
                 for one in ((0, 0), (1, 0), (0, 1))
             )
             hop = load.hop_bytes / topology.hop_bandwidth(math.prod(load.mesh.values()))

@@ -17,6 +17,7 @@ _GROUPS = re.compile(
     r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\]"
     r"|mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\S+)? \{(?P<over>[^}]*)\})"
 )
+_PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _WIDTHS = {"pred": 1, "bf16": 2}
 
@@ -27,7 +28,7 @@ class CollectiveOp(NamedTuple):
     Attributes:
       arrays: the results, as the program writes them: bf16[64,14336].
       nbytes: bytes of one of them on each device.
-      group: devices that take part in one; 0 if the program does not say.
+      group: devices that take part in one, of a permute those of a cycle; 0 if the program does not say.
     """
 
     kind: str
@@ -51,13 +52,24 @@ def _group(line: str) -> int:
     """Devices of a group: `replica_groups=` and `{{0,1}}`, `[2,2]<=[4]` or `mesh['x'=2] {'x'}`."""
     match = _GROUPS.search(line)
     if match is None:
-        return 0
+        pairs = _PAIRS.search(line)
+        return 0 if pairs is None else _cycle(dict(re.findall(r"(\d+),(\d+)", pairs[1])))
     if match["axes"] is None:
         return int(match["size"]) if match["size"] else match["first"].count(",") + 1
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", match["axes"]))
     # A part of an axis is written 'x':(1)2, of size 2.
     over = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match["over"])
     return math.prod(int(part or sizes[axis]) for axis, part in over)
+
+
+def _cycle(to: dict[str, str]) -> int:
+    """Devices that a part comes by until it is back at the first; 0 if it never is."""
+    first = device = next(iter(to), "")
+    for count in range(1, len(to) + 1):
+        device = to.get(device, "")
+        if device == first:
+            return count
+    return 0
 
 
 def instructions(text: str) -> Iterator[tuple[str, list[tuple[str, int]], str]]:

@@ -90,7 +90,7 @@ def _trips(body: list[str]) -> int:
 def _sent(lines: list[str], caller: str) -> Iterator[tuple[str, float]]:
     """(kind, bytes sent by a device) of collectives among instructions, called ones included."""
     for op in collectives("\n".join(lines)):
-        share = (op.group - 1) / op.group if op.group else 1.0
+        share = (op.group - 1) / op.group if op.group and op.kind != "collective-permute" else 1.0
         scattered = op.kind == "all-reduce" and "calls=%all-reduce-scatter" in caller  # so TPUs have reduce-scatters
         kind = "reduce-scatter" if scattered else op.kind
         size = op.nbytes * (op.group if op.kind == "reduce-scatter" else 1)

@@ -31,6 +31,11 @@ class Collective(NamedTuple):
     over: tuple[str, ...] = ()
     per_step: bool = False
 
+    @property
+    def is_ring(self) -> bool:
+        """Whether devices send to neighbours on a ring only."""
+        return self.kind == "collective-permute"
+
     def carried(self, tokens: int, rows: int) -> float:
         """Bytes of the result in one iteration."""
         return self.nbytes * (1 if self.per_step else rows if self.per_row else tokens)
@@ -38,7 +43,7 @@ class Collective(NamedTuple):
     def sent(self, tokens: int, rows: int) -> float:
         """Bytes that each device sends in one iteration, with ring algorithms."""
         size = self.times * self.carried(tokens, rows)
-        if self.kind == "collective-permute":
+        if self.is_ring:
             return size
         passes = {"all-reduce": 2, "reduce-scatter": self.group}.get(self.kind, 1)  # a part is the result of the latter
         return passes * size * (self.group - 1) / self.group

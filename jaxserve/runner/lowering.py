@@ -16,7 +16,7 @@ from jax.stages import Lowered
 from jaxserve import weights
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params
-from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul, row_parts
+from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul, rings, row_parts
 from jaxserve.runner.batch import RowState
 from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, pool, score
 from sharding.spec import ShardingSpec
@@ -151,6 +151,10 @@ class StagePrograms:
         )
         return jax.lax.with_sharding_constraint(layers, shardings)
 
+    def ringed(self, layers: Any) -> Any:
+        """Layers' bound weights with rings as their products. Traced."""
+        return rings.around(layers, self.params()["layers"], self.mesh, self.spec, self.platform)
+
     def lower_forward(self, bucket: int, n_blocks: int, decodes_only: bool = False) -> Lowered:
         """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x).
 
@@ -164,7 +168,8 @@ class StagePrograms:
         between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
         whole = partial(jax.lax.with_sharding_constraint, shardings=self.everywhere)
         # Compilers for GPUs would widen the last gather to float32.
-        by_tokens = kv_cache.over(self.mesh, self.spec.activations.get("tokens"))
+        by_tokens = kv_cache.over(self.mesh, self.spec.activations.get("tokens")) and self.platform != "gpu"
+        is_ring = bool(rings.ring_axes(self.mesh, self.spec, self.platform))
         step = partial(
             forward,
             model=self.model,
@@ -177,8 +182,9 @@ class StagePrograms:
             prepare=lambda batch, group: prepare(batch, blocks=blocks[group]),
             make_attend=partial(attention.make_attend, self.model, *attended),
             between=between if self.spec.activations else None,
-            whole=whole if by_tokens and self.platform != "gpu" else None,
+            whole=whole if by_tokens or (is_ring and self.platform != "gpu") else None,
             gathered=self.gathered if self.spec.gather else None,
+            ringed=self.ringed if is_ring else None,
             layout=layout,
             first_blocks=self.first_blocks(n_blocks),
         )

@@ -20,6 +20,7 @@ from jaxtyping import Float, Float8e4m3fn, Float32, Int8, Int32
 
 from jaxserve.models import experts
 from jaxserve.models.products import Quantized, dot, widened
+from jaxserve.runner.rings import Ring
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
 from sharding.spec import ShardingSpec, names
@@ -62,6 +63,7 @@ class DeviceProducts:
       native: multiplies in place of XLA, except where it returns None; stands for that of quantized ones too.
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
+      ring: multiplies in place of all others where it pays.
     """
 
     native: NativeProduct | None
@@ -69,6 +71,7 @@ class DeviceProducts:
     mesh: Mesh | None = None
     spec: ShardingSpec | None = None
     layer: int = 0
+    ring: Ring | None = None
 
     def __call__(
         self, x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
@@ -76,6 +79,8 @@ class DeviceProducts:
         """Args:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
         """
+        if self.ring is not None and self.ring.pays(len(x)):
+            return self.ring(x, matrix, dtype)
         if isinstance(matrix, Quantized):
             y = None if self.native is None else product.multiply_quantized(x, *matrix)
             return self._quantized(x, matrix, dtype) if y is None else y

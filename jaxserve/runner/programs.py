@@ -143,6 +143,7 @@ def forward(
     between: Callable[[jax.Array], jax.Array] | None,
     whole: Callable[[Any], Any] | None,
     gathered: Callable[[Any], Any] | None,
+    ringed: Callable[[Any], Any] | None,
     layout: BatchLayout,
     first_blocks: Sequence[int],
 ) -> Forward:
@@ -156,8 +157,9 @@ def forward(
       prepare: (batch, cache group) -> what the attention of its layers shares (`attention.prepare`).
       make_attend: (result of `prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
-      whole: makes every device hold all of what it is applied to, if hidden states are split by tokens; or None.
+      whole: makes every device hold all of what it is applied to, if hidden states are split; or None.
       gathered: applied to the layers' parameters.
+      ringed: applied to the layers' weights once they have products (`rings.around`).
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
@@ -168,9 +170,11 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+        x = x if ringed is None or whole is None else whole(x)  # else norms of embeddings add up parts
     if gathered is not None:
         params = {**params, "layers": gathered(params["layers"])}
     of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}
+    of_layers = of_layers if ringed is None else ringed(of_layers)
     params = {**bind({**params, "layers": {}}, products), "layers": of_layers}
 
     def attend(index: Any) -> Attend:

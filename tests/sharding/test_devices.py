@@ -58,6 +58,9 @@ def test_groups_are_as_fast_as_the_links_that_they_span():
     assert torus.group_bandwidth(range(8)) == 300 * GB  # one along 2, two around the ring of 4
     assert torus.group_bandwidth(range(32)) == 500 * GB
     assert torus.group_bandwidth(range(0, 32, 8)) == 200 * GB  # around the other ring
+    assert torus.ring_bandwidth(range(32)) == 200 * GB  # one link each way
+    assert torus.ring_bandwidth(range(2)) == 100 * GB
+    assert machines.ring_bandwidth(range(8)) == 300 * GB
     assert machines.group_bandwidth(range(0, 16, 8)) == 25 * GB  # a card of each machine
     halves = devices.parse("tpu7x:2x2x1")
     assert halves.group_bandwidth(range(2)) == 600 * GB  # within a chip

@@ -124,3 +124,27 @@ def _by_rows(topology: str, mesh: dict[str, int], heads: int, changed: dict[str,
     entries = LLAMA | {"num_attention_heads": heads, "head_dim": 16}
     sizes = {"mesh": ",".join(f"{axis}={size}" for axis, size in axes.items()), "slots": 2**17, "buckets": (bucket,)}
     return predict(question(entries, spec, topology, dtype="bfloat16", max_rows=min(bucket, 16), **sizes))
+
+
+@pytest.mark.parametrize(
+    ("entries", "changed", "topology"),
+    [
+        (LLAMA, {"pool": {"rows": "other"}}, "v5p:2x2x2"),
+        (LLAMA, {"pool": {"heads": None}}, "v5p:2x2x2"),
+        (LLAMA, {"rules": {"ffn": ("tensor", "context")}}, "v5p:2x2x2"),
+        (LLAMA, {"rules": {"heads": None}}, "v5p:2x2x2"),
+        (LLAMA, {"activations": {"embed": "tensor", "tokens": "context"}}, "v5p:2x2x2"),
+        (LLAMA, {"gather": ("other",)}, "v5p:2x2x2"),
+        (LLAMA, {}, "h200:8"),
+        (MIXTRAL, {}, "v5p:2x2x2"),
+        (GPTJ, {}, "v5p:2x2x2"),
+    ],
+)
+def test_only_held_exchanges_around_rings_are_known(entries, changed, topology):
+    base = replace(specs.default(entries["model_type"]), activations={"embed": "tensor"})
+    spec = replace(base, **changed | {"rules": {**base.rules, **changed.get("rules", {})}})
+    (stage,) = predict(question(entries, spec, topology, mesh="other=2,context=2,tensor=2")).stages
+    assert stage.load.collectives is None
+    if entries is LLAMA:
+        (stage,) = predict(question(entries, base, mesh="other=2,context=2,tensor=2")).stages
+        assert {each.over for each in stage.load.collectives or ()} == {("tensor",)}

@@ -18,6 +18,7 @@ from tests.jaxserve.planning.questions import BLOOM, FALCON, GPT2, LLAMA, MIXTRA
 
 B, G = specs.default("bloom"), specs.default("gpt2")
 L = specs.default("llama")
+BY_EMBED: dict[str, Any] = {"activations": {"embed": "tensor"}}
 UNTIED = {"tie_word_embeddings": False}
 BY_CONTEXT: dict[str, Any] = {"activations": {"tokens": "context"}, "pool": {"slots": "context"}}
 
@@ -50,6 +51,8 @@ COMBINATIONS = {
     ),
     "tokens and slots": question(BLOOM, replace(B, **BY_CONTEXT), mesh="context=2,tensor=4", slots=2**16),
     "copies over one axis": question(BLOOM, mesh="data=2,tensor=4"),
+    "around a ring": question(BLOOM, replace(B, **BY_EMBED), tensor=4),
+    "around a ring, gated": question(LLAMA, replace(L, **BY_EMBED), mesh="x=2,tensor=4"),
     "positions split": question(GPT2, rules(G, positions="tensor"), tensor=4),
 }
 
@@ -124,6 +127,8 @@ ENTRY %main (x: f32[8,128]) -> f32[8] {
   %e = f32[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
   %i = s8[4]{0} all-reduce(%z), replica_groups=mesh['a'=2,'b'=8] {'a','b':(1)4}, to_apply=%add
   %f = (bf16[4,8]{1,0:T(8,128)}, bf16[4,8]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%v)
+  %k = f32[8]{0} collective-permute(%v), channel_id=1, source_target_pairs={{2,1},{0,3},{1,2},{3,0}}
+  %l = f32[8]{0} collective-permute(%v), channel_id=2, source_target_pairs={{2,1},{1,0}}
   %g = (f32[8]{0}, f32[16]{0}) all-reduce-start(%s, %t), to_apply=%add
   %j = ((bf16[16]{0}), bf16[16]{0}) all-reduce-start(%s), to_apply=%add
   %h = ((f32[2]{0}, f32[4]{0}), (f32[8]{0}, f32[16]{0})) all-gather-start(%s, %t), dimensions={0}
@@ -138,6 +143,8 @@ def test_collectives_are_found_in_a_module():
         hlo.CollectiveOp("all-reduce", "f32[8,128], bf16[2,2]", 4104, 1),
         hlo.CollectiveOp("all-reduce", "s8[4]", 4, 1, 8),
         hlo.CollectiveOp("collective-permute", "bf16[4,8]", 64, 1),
+        hlo.CollectiveOp("collective-permute", "f32[8]", 32, 1, 2),
+        hlo.CollectiveOp("collective-permute", "f32[8]", 32, 1),
         hlo.CollectiveOp("all-reduce", "f32[8], f32[16]", 96, 1),
         hlo.CollectiveOp("all-reduce", "bf16[16]", 32, 1),
         hlo.CollectiveOp("all-gather", "f32[8], f32[16]", 96, 1),
@@ -219,6 +226,26 @@ def test_exchanges_of_split_tokens_are_those_of_tpus(topology, family):
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert payloads(deployment, plan.stages[0].load.collectives) == payloads(deployment, stage.collectives)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.aot
+@tpu
+@pytest.mark.parametrize("family", [LLAMA, BLOOM], ids=["llama", "bloom"])
+@pytest.mark.parametrize(
+    "topology", [pytest.param(each, marks=() if each[:3] == "v6e" else pytest.mark.weekly) for each in TPUS]
+)
+def test_parts_travel_around_a_ring_while_tpus_multiply(topology, family):
+    spec = replace(specs.default(family["model_type"]), **BY_EMBED)
+    sizes = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4, "buckets": (512,)}
+    wide = {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32, "n_head": 32}
+    deployment = question(family | wide, spec, topology, **sizes)
+    plan = predict(deployment)
+    (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
+    assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
+    assert payloads(deployment, plan.stages[0].load.collectives) == payloads(deployment, stage.collectives)
+    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+    assert stage.sent_under_compute >= 2 * 4 * 3 * 512 * 4096 * 2 // 4  # layers, products, steps, parts
 
 
 BY_HEAD = {"parameters": {"layers.*.out.kernel": {"heads": ("tensor", "attn")}}}

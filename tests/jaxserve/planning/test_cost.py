@@ -12,6 +12,7 @@ from jaxserve.planning.predict import predict
 from jaxserve.planning.stage_load import AttentionLoad, ExpertLoad
 from jaxserve.runner import matmul
 from pallas_kernels.gpu import grouped
+from sharding import specs
 from tests.jaxserve.planning.questions import named
 
 
@@ -122,6 +123,17 @@ def test_what_is_sent_under_compute_is_not_waited_for():
     assert cost.Roofline(idle, plan.deployment.topology)(chunks)[0].links == pytest.approx(before[0].links)
     # Smaller buckets have programs of their own.
     assert replace(plan, overlapped=(1.0, 1.0)).roofline(bucket=plan.buckets[0].tokens)(chunks) == before
+
+
+def test_parts_around_a_ring_take_one_link_each_way():
+    spec = replace(specs.default("llama"), activations={"embed": "tensor"})
+    sizes = {"tensor": 16, "max_rows": 16, "buckets": (256,), "slots": 2**15}
+    plan = predict(named("llama-3-8b", "v5p:2x2x4", spec, **sizes))
+    (load,), fit = [stage.load for stage in plan.stages], plan.roofline().fit
+    permutes = tuple(each for each in load.collectives or () if each.kind == "collective-permute")
+    (seconds,) = cost.Roofline([replace(load, collectives=permutes)], plan.deployment.topology)([(0, 256)])
+    sent = 32 * 4 * 15 * 256 * 4096 * 2 / 16  # layers, products, steps
+    assert seconds.links == pytest.approx(sent / 200e9 / fit.of_links)
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b"])

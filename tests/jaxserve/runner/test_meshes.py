@@ -18,6 +18,7 @@ from jaxserve.iteration import SamplerVariant
 from jaxserve.planning import compiled as planned
 from jaxserve.planning import hlo
 from jaxserve.request import Request
+from jaxserve.runner import rings
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import VOCAB
@@ -179,6 +180,20 @@ def test_gathered_weights_answer_as_one_device(tmp_path) -> None:
     check_same(engine, "gpt2", 3)
     kernel = engine._loops[0].pipeline.stages[0].params["layers"][0]["up"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (64, 16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "split"), [("bloom", "embed"), ("llama", "embed"), ("gpt2", "tokens")])
+def test_products_around_a_ring_answer_as_one_device(family, split, tmp_path, monkeypatch) -> None:
+    """By tokens, as on GPUs, too."""
+    monkeypatch.setitem(rings.SPLIT, "cpu", split)
+    monkeypatch.setattr(rings, "FEWEST_TOKENS", 1)
+    (tmp_path / "rings.toml").write_text(f'[activations]\n{split} = "tensor"\n')
+    engine = make(family, 2, settings("grow", 4, sharding=str(tmp_path / "rings.toml")))
+    check_same(engine, family, 2)
+    (stage,) = engine._loops[0].pipeline.stages
+    found = hlo.collectives(stage.programs.lower_forward(12, 8).compile().as_text() or "")
+    assert planned.count_kinds(found)["collective-permute"] == 2 * 4 * 3  # layers, products, steps
 
 
 @pytest.mark.weekly
