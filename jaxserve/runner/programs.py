@@ -170,7 +170,8 @@ def forward(
     if x is None:
         assert view.tokens is not None
         x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-        x = x if ringed is None or whole is None else whole(x)  # else norms of embeddings add up parts
+        if ringed is not None and whole is not None:  # else norms of embeddings add up parts, and TPUs scatter some
+            x = jax.lax.optimization_barrier(whole(x))
     if gathered is not None:
         params = {**params, "layers": gathered(params["layers"])}
     of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}

@@ -16,6 +16,7 @@ from jaxserve.runner import compiler_options
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels.gpu import hopper
 from sharding import devices, specs
+from sharding.spec import Rules
 from tests.aot import test_gpu
 
 pytestmark = test_gpu.pytestmark
@@ -85,34 +86,46 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
     hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
 
 
-@pytest.mark.parametrize(("how", "activations"), [("default", {}), ("split by tokens", {"tokens": "tensor"})])
-def test_a_step_over_eight_gpus_waits_for_no_more_bytes(how, activations, tell, hold) -> None:
-    """Two layers of Llama-3-70B, the look-up of tokens included: what a device sends while it does nothing else."""
-    device, layers, bucket, rows = "h200:8", 2, 256, 64
-    name, config = model_catalog.find("llama-3-70b")
+def exchanges_of_two_layers(bucket: int, activations: Rules) -> list[overlap.Exchange]:
+    """The collectives of two layers of Llama-3-70B over eight GPUs, the look-up of tokens included."""
+    rows, (name, config) = 64, model_catalog.find("llama-3-70b")
     deployment = Deployment(
         name=name,
-        config=replace(config, num_layers=layers),
-        topology=devices.parse(device),
+        config=replace(config, num_layers=2),
+        topology=devices.parse("h200:8"),
         engine=EngineConfig(tensor=8, max_rows=rows, buckets=(bucket,), max_context=2048, slots=rows * 2048),
         spec=replace(specs.default(config.family), activations=activations),
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
     with targets.lowering(stage.mesh):
         lowered = stage.lower_forward(bucket, rows * 2048 // stage.shape.attention.block_size)
-    found = list(overlap.exchanges(lowered.compile(compiler_options.of("gpu", absent=True)).as_text() or ""))
+    return list(overlap.exchanges(lowered.compile(compiler_options.of("gpu", absent=True)).as_text() or ""))
+
+
+def test_parts_of_hidden_states_travel_while_gpus_multiply() -> None:
+    found = exchanges_of_two_layers(2048, {"tokens": "tensor"})
+    under = {each.under for each in found if each.kind == "collective-permute"}
+    assert under == {True}
+    hidden, sent = (sum(each.sent for each in found if each.under or everything) for everything in (False, True))
+    assert hidden > 0.75 * sent
+
+
+@pytest.mark.parametrize(("how", "activations"), [("default", {}), ("split by tokens", {"tokens": "tensor"})])
+def test_a_step_over_eight_gpus_waits_for_no_more_bytes(how, activations, tell, hold) -> None:
+    """What a device sends while it does nothing else."""
+    found = exchanges_of_two_layers(256, activations)
     waited = sum(each.sent for each in found if not each.under)
     tell(
         "two layers of llama-3-70b over eight GPUs",
         activations=how,
         collectives=len(found),
-        sent=f"{sum(each.sent for each in found) / layers / 1024:,.0f} KiB a layer",
-        waited=f"{waited / layers / 1024:,.0f} KiB",
+        sent=f"{sum(each.sent for each in found) / 2 / 1024:,.0f} KiB a layer",
+        waited=f"{waited / 2 / 1024:,.0f} KiB",
     )
     assert found
     hold(
-        f"{device}, llama-3-70b {how}",
-        {"collectives": len(found), "KiB a layer of synchronous collectives": round(waited / layers / 1024)},
+        f"h200:8, llama-3-70b {how}",
+        {"collectives": len(found), "KiB a layer of synchronous collectives": round(waited / 2 / 1024)},
     )
 
 
