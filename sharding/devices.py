@@ -166,7 +166,7 @@ class Topology:
         return links * device.link
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:
-        """Bytes per second that each device of a group can send around a ring of neighbours, both ways."""
+        """Bytes per second that each device of a group can send around a ring, both ways."""
         bandwidth = self.group_bandwidth(group)
         return bandwidth if self.device.platform == "gpu" else min(bandwidth, 2 * self.device.link)
 

@@ -189,7 +189,7 @@ def _tokens(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Ove
 
 
 def _ring(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:
-    """The mesh axes of the rings that layers multiply around, which split the hidden states by "embed".
+    """The mesh axes of the rings of a stage, which split the hidden states by "embed".
 
     Raises _Unknown where the hidden states are split so, but some exchanges are not those of rings.
     """
@@ -208,7 +208,7 @@ def _ring(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> _Over:
 
 
 def _around(stage: StagePrograms, layer: int, hidden: int, over: _Over) -> Iterator[tuple[_Exchange, int]]:
-    """The exchanges of a layer around rings, with their numbers: of its products, and of the sums of its norms.
+    """The exchanges of a layer around rings, and their numbers: of products and norms.
 
     Args:
       hidden: bytes of the hidden states of a token.
@@ -220,7 +220,7 @@ def _around(stage: StagePrograms, layer: int, hidden: int, over: _Over) -> Itera
 
 
 def _is_plain(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bool:
-    """Whether the exchanges of hidden states that are split between the layers are known.
+    """Whether the exchanges of split hidden states are known.
 
     They are not with experts, which see all tokens; beside parallel halves of a layer; where only a part of each head
     is rotated; of quantized matrices and on GPUs.

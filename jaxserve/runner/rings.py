@@ -1,8 +1,8 @@
-"""Matrix products that devices exchange parts for while they multiply others (collective matmul by hand).
+"""Matrix products whose parts devices exchange while they multiply others.
 
-A spec may split the hidden states between the layers over the mesh axes that split the layers' matrices. A product then
-has as many steps as there are devices. In each, a part of the hidden states arrives, or a partial sum leaves, while the
-part before is multiplied (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
+XLA calls it collective matmul where it does so itself. A spec may split the hidden states between the layers over the
+mesh axes that split the layers' matrices. A product then has as many steps as there are devices. In each, a part of the
+hidden states arrives, or a partial sum leaves, while the part before is multiplied (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models", ASPLOS 2023). What is split depends on the platform:
 
 * TPUs, and CPUs as they do: columns ("embed"), so that every element of a matrix is read once, for few tokens, too.
@@ -43,7 +43,7 @@ def ring_axes(mesh: Mesh, spec: ShardingSpec, platform: str) -> tuple[str, ...]:
 
 
 def split_axis(held: Sequence[Target], mesh: Mesh, over: tuple[str, ...]) -> int | None:
-    """The axis of a matrix that is split over a ring's mesh axes; None if it does not go around the ring.
+    """The axis of a matrix that is split over a ring's mesh axes only; None without one.
 
     Args:
       held: mesh axes of each of the matrix's axes.
@@ -53,7 +53,7 @@ def split_axis(held: Sequence[Target], mesh: Mesh, over: tuple[str, ...]) -> int
 
 
 def around(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: str) -> Any:
-    """Layers' bound weights, with a ring as the product of each matrix that is split over the ring's axes only.
+    """Layers' bound weights, with a ring as the product of each matrix that is split so.
 
     Args:
       held: the same tree of shapes with shardings.

@@ -64,7 +64,7 @@ def test_devices_of_a_ring_are_neighbours(sides, closed, over) -> None:
     assert (steps == {1}) is closed
 
 
-def test_few_tokens_do_not_go_around_where_matrices_are_read_in_every_step() -> None:
+def test_few_tokens_are_not_split_further() -> None:
     on = meshes.make_mesh({"x": 8})
     both = {"mesh": on, "over": ("x",), "order": tuple(range(8)), "hidden": partition(None, None), "split": 0}
     by_tokens, by_columns = (rings.Ring(by=by, **both) for by in ("tokens", "embed"))
