@@ -2,8 +2,9 @@
 
 XLA calls it collective matmul where it does so itself. A spec may split the hidden states between the layers over the
 mesh axes that split the layers' matrices. A product then has as many steps as there are devices. In each, a part of the
-hidden states arrives, or a partial sum leaves, while the part before is multiplied (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
-Deep Learning Models", ASPLOS 2023). What is split depends on the platform:
+hidden states arrives, or a partial sum leaves, while the part before is multiplied (Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). What is split depends on the
+platform:
 
 * TPUs, and CPUs as they do: columns ("embed"), so that every element of a matrix is read once, for few tokens, too.
   Parts go around a ring, half of them each way.
