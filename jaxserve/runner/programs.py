@@ -169,9 +169,10 @@ def forward(
     metas = {group: prepare(of_group(view.attention, group, shape.groups), group) for group in dict.fromkeys(groups)}
     if x is None:
         assert view.tokens is not None
-        x = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-        if ringed is not None and whole is not None:  # else norms of embeddings add up parts, and TPUs scatter some
-            x = jax.lax.optimization_barrier(whole(x))
+        embedded: jax.Array = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
+        if ringed is not None and whole is not None:  # else norms add up parts, and TPUs scatter some look-ups
+            embedded = whole(jax.lax.optimization_barrier(whole(embedded)))
+        x = embedded
     if gathered is not None:
         params = {**params, "layers": gathered(params["layers"])}
     of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}
