@@ -63,10 +63,14 @@ def _load() -> str | None:
         library = _open_shipped() or ctypes.CDLL(str(compiled(cache_folder())))
     except (OSError, ValueError) as error:
         return str(error)
-    calls = _SYMBOLS | (_SYMBOLS_BF16 if level().endswith("bf16") else {})
-    for target, symbol in calls.items():
+    for target, symbol in _calls().items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return None
+
+
+def _calls() -> dict[str, str]:
+    """The library's calls at this machine's level: target -> symbol."""
+    return _SYMBOLS | (_SYMBOLS_BF16 if level().endswith("bf16") else {})
 
 
 def is_shipped() -> bool:

@@ -166,7 +166,7 @@ def test_a_wheels_library_needs_no_compiler(compilers, tmp_path, monkeypatch):
     registered = []  # a process can register one library only
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
     assert build.refusal() is None
-    assert set(registered) == build._SYMBOLS.keys()
+    assert set(registered) == build._calls().keys()
 
 
 def test_another_compiler_makes_another_library(compilers, tmp_path):
