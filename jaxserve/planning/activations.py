@@ -21,15 +21,19 @@ _ON_CHIP = 128 * 2**20  # most memory of a TPU's chip that holds gathered weight
 def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
     """Bytes on a device that one iteration needs beside its arguments, at its peak.
 
-    These are three hidden states, the widest inner state in float32 and its rounded copy, the gathered weights of a
-    layer and, in the last stage, the logits of this device and of all devices, which come after the last layer's
-    weights. With experts, the inner states may be those of `_expert_bytes`. On TPUs there are tables for each layer.
+    These are three hidden states (around rings on TPUs, their parts), the widest inner state in float32 and its rounded
+    copy, the gathered weights of a layer and, in the last stage, the logits of this device and of all devices, which
+    come after the last layer's weights. With experts, the inner states may be those of `_expert_bytes`. On TPUs there
+    are tables for each layer.
     """
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
     item = attention.dtype.itemsize
     widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, bucket))
-    tokens, gathered = bucket * 3 * config.hidden_size * item + widest, _gathered_bytes(stage, parts)
+    hidden, gathered = bucket * config.hidden_size * item, _gathered_bytes(stage, parts)
+    if stage.platform == "tpu" and rings.ring_axes(stage.mesh, stage.spec, stage.platform):
+        hidden //= spec_parts(stage.spec.activations.get("embed"), stage.mesh.shape)
+    tokens = 3 * hidden + widest
     tokens += _TABLES * len(stage.layers) if stage.platform == "tpu" else 0
     if not stage.is_last:
         return tokens + gathered
@@ -71,8 +75,8 @@ def _split(stage: StagePrograms, target: Target) -> tuple[str, ...]:
 def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> int:
     """Bytes of a layer's weights that are gathered to use them.
 
-    XLA's CPU compiler gathers all layers' at once, and copies the slice of a kernel that a part of "embed" meets;
-    around rings, of all kernels.
+    XLA's CPU compiler gathers all layers' at once, and copies the slice of a kernel that a part of "embed" meets, in
+    all layers but the first, which gets whole hidden states; around rings, of all kernels.
     """
     layers: Counter[int] = Counter()
     for part in parts.values():
@@ -87,7 +91,8 @@ def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter])
     around = [part for part in kernels if rings.split_axis(part.partition, stage.mesh, ring) is not None]
     slices = spec_parts(stage.spec.activations.get("embed"), stage.mesh.shape)
     largest = max((part.nbytes for part in kernels if part not in around), default=0)
-    return layers.total() + sum(part.nbytes for part in around) + (largest // slices if slices > 1 else 0)
+    copied = (len(stage.layers) - 1) * (largest // slices) if slices > 1 else 0
+    return layers.total() + sum(part.nbytes for part in around) + copied
 
 
 def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:

@@ -244,9 +244,9 @@ def test_parts_travel_around_a_ring_while_tpus_multiply(topology, family):
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
     assert payloads(deployment, plan.stages[0].load.collectives) == payloads(deployment, stage.collectives)
-    # Parts of hidden states take up to 16 MiB less than the whole ones that are predicted.
-    assert 0.96 * plan.stages[0].total < stage.total < 1.03 * plan.stages[0].total
-    assert stage.sent_under_compute >= 2 * 4 * 3 * 512 * 4096 * 2 // 4  # layers, products, steps, parts
+    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+    # Layers, products, steps, parts. Compilers put one exchange of each Llama layer before a product, not beside it.
+    assert stage.sent_under_compute >= 2 * (4 * 3 - (family is LLAMA)) * (512 * 4096 * 2 // 4)
 
 
 BY_HEAD = {"parameters": {"layers.*.out.kernel": {"heads": ("tensor", "attn")}}}
