@@ -113,7 +113,7 @@ def _all(
             out, into = map(over, parts[f"layers.{layer}.{name}.kernel"].partition)
             return _Step(f"layers.*.{name}", True, into, out, results)
 
-        out, given = product("out", hidden), by_head
+        out, given, attended = product("out", hidden), by_head, []
         if by_slot:
             gathered = sums * parts_of(by_slot, stage.mesh.shape)
             found[_Exchange("all-gather", "layers.*.attend", gathered, by_slot)] += 1
@@ -125,7 +125,7 @@ def _all(
             if scattered is not None and _stays_scattered(stage, topology, by_part, of_part):
                 found[_Exchange("reduce-scatter", "layers.*.attend", each, by_part)] += 1
             else:
-                found[_Exchange("all-reduce", "layers.*.attend", result, by_part)] += 1
+                attended.append(_Exchange("all-reduce", "layers.*.attend", result, by_part))
         attend = _Step("layers.*.attend", False, by_head, given, (heads,))
         sent = [*_exchanges([product("qkv", heads, keys, keys), attend, out])]
         if tokens and any(each.kind != "all-reduce" for each in sent):
@@ -138,7 +138,7 @@ def _all(
             sent += _exchanges([product("up", item * config.ffn_size), product("down", hidden)])
         elif not experts.whole:  # each device adds up what its experts, or parts of them, give
             sent.append(_Exchange("all-reduce", "layers.*.experts", hidden, over(*experts.partition)))
-        sent = [each._replace(nbytes=each.nbytes // of_tokens) for each in sent]
+        sent = [*attended, *(each._replace(nbytes=each.nbytes // of_tokens) for each in sent)]
         found.update(_together(sent) if stage.model.is_parallel(layer) else sent)
     if tokens or ring:
         found[_Exchange("all-gather", "the last layer", hidden, tokens or ring)] += 1
