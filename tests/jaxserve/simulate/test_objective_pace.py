@@ -111,14 +111,16 @@ def check_first_tokens(machine: Machine, tightness: float, requests: int, load: 
     traffic = {"requests": requests, "rate": rate(machine, load), "seed": seed}
     free, paced = (serve(machine, target=each, **traffic) for each in (None, target))
     statistics = (np.median, np.mean, lambda values: np.percentile(values, 95))
-    improves = any(each(paced.tpot) < each(free.tpot) for each in statistics)
+    times = ((paced.tpot, free.tpot), (paced.gaps, free.gaps))
+    improves = any(each(ours) < each(theirs) for each in statistics for ours, theirs in times)
     for share in (50, 95):
         assert improves or np.percentile(paced.first, share) <= 1.5 * np.percentile(free.first, share)
 
 
+# Others are drawn every week: a rule for all traffic may have an exception that takes thousands of cases to find.
 @cases(15, 500, 1500)
 def test_a_target_delays_first_tokens_only_for_something(count):
-    settings(max_examples=count, deadline=None)(given(**CASES)(check_first_tokens))()
+    settings(max_examples=count, deadline=None, derandomize=count < 1500)(given(**CASES)(check_first_tokens))()
 
 
 def check_target_is_met(machine: Machine, slack: float, requests: int, load: float, seed: int) -> None:
