@@ -75,7 +75,7 @@ def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, quantize: s
         name, shape, axes, _ = parameter
         placed, form = place(name, shape.shape, axes), narrow.format_of(name, quantize, model.config.stored)
         if form is None:
-            return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=placed)
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placed)
         like = narrow.shapes_of(form, shape.shape, dtype, name)
         if like.group is None:
             beside = place(name, like.scales.shape, axes[:-1])

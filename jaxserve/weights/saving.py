@@ -57,7 +57,7 @@ def write_hf(path: str | Path, config: ModelConfig, params: models.Params, dtype
         for start, length, tensor, place in runs:
             views[tensor][*before, place : place + length] = values[*before, start : start + length]
     directory.mkdir(parents=True, exist_ok=True)
-    kind = str(next(iter(tensors.values())).dtype)
+    kind = str(max(tensors.values(), key=np.size).dtype)  # biases and norms may be wider
     entries = family.hf_config(config) | {"torch_dtype": kind}
     (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     file = directory / "model.safetensors"
@@ -74,7 +74,7 @@ def convert(
 
     Args:
       target: must not exist, or be empty.
-      dtype: dtype of the saved values; None keeps that of the stored floats that are not quantized. `load` casts to any
+      dtype: dtype of the saved matrices; None keeps that of the stored ones that are not quantized. `load` casts to any
         dtype.
 
     Raises:
@@ -87,7 +87,8 @@ def convert(
     _check_is_free(Path(target))
     tensors = StoredTensors(directory)
     if dtype is None:
-        kept = {tensors[name].values.dtype for name in tensors.names()}.intersection(FLOATS)
+        matrices = (tensors[name].values for name in tensors.names() if len(tensors[name].shape) > 1)
+        kept = {values.dtype for values in matrices}.intersection(FLOATS)
         dtype = jnp.result_type(*kept or {np.float32})
     model, host = models.build(config), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     params = load(directory, model, dtype, place=lambda *_: host, progress=progress)

@@ -243,7 +243,7 @@ def test_gathers_are_those_of_the_compiled_program():
         ("out.kernel", 24, 2**20),
         ("up.kernel", 24, 4 * 2**20),
         ("down.kernel", 24, 4 * 2**20),
-        ("out.bias", 24, 2048),
-        ("down.bias", 24, 2048),
+        ("out.bias", 24, 4096),
+        ("down.bias", 24, 4096),
     }
     assert {(each.kind, each.group, each.over) for each in found} == {("all-gather", 4, ("fsdp",))}

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve import models, weights
-from jaxserve.weights import CheckpointError, orbax
+from jaxserve.weights import CheckpointError, naming, orbax
 from sharding import mesh, specs
 from tests.jaxserve.weights import directories
 from tests.jaxserve.weights.directories import GEMMA3, GPT2, GPT_NEOX, PHI3, QWEN3
@@ -75,6 +75,36 @@ def test_values_are_saved_in_the_dtype_asked_for(source, tmp_path):
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights.load(source, model, jnp.bfloat16))
     assert same(weights.load(tmp_path / "out", model, jnp.float32), rounded)
     assert weights.fingerprint(tmp_path / "out") != weights.fingerprint(source)
+
+
+def of_float32(model: models.Model) -> models.Params:
+    """Random parameters as of bfloat16 weights, whose biases and norms bfloat16 would round."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.random(leaf.shape), leaf.dtype), model.shapes(jnp.bfloat16))
+
+
+def test_wide_vectors_beside_narrow_matrices_are_kept(source, tmp_path):
+    model = models.build(weights.read_config(source))
+    params = of_float32(model)
+    weights.write_hf(tmp_path / "mixed", model.config, params)
+    assert json.loads((tmp_path / "mixed" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    weights.convert(tmp_path / "mixed", tmp_path / "out")
+    assert weights.fingerprint(tmp_path / "out").endswith("-bfloat16")  # matrices are not widened for the vectors
+    for folder in ("mixed", "out"):
+        assert same(weights.load(tmp_path / folder, model, jnp.bfloat16), params)
+
+
+def test_vectors_that_were_saved_narrow_are_loaded_wide(source, tmp_path):
+    model = models.build(weights.read_config(source))
+    wide = of_float32(model)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide)
+    names = [parameter.name for parameter in naming.parameters(model, jnp.bfloat16)]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_bytes((source / "config.json").read_bytes())
+    orbax.save(tmp_path / "old", dict(zip(names, jax.tree.leaves(narrow), strict=True)), "old")
+    loaded = weights.load(tmp_path / "old", model, jnp.bfloat16)
+    assert same(loaded, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), narrow, wide))
+    assert loaded["head"]["norm"]["bias"].dtype == jnp.float32
 
 
 def test_an_empty_directory_may_be_the_target(source, tmp_path):

@@ -97,7 +97,8 @@ def test_matrices_are_held_narrow_and_nothing_else(family, quantize) -> None:
             assert leaf.values.dtype == (jnp.int8 if eight else HELD[quantize])
             groups = (leaf.shape[-1] // 32,) if quantize == "int4" and not eight else ()
             assert leaf.scales.shape == (*leaf.shape[:-1], *groups)
-        assert leaf.scales.dtype == jnp.bfloat16 if is_matrix(leaf) else leaf.dtype == jnp.bfloat16
+        wide = jnp.float32 if len(leaf.shape) == 1 else jnp.bfloat16  # a bias or a norm
+        assert (leaf.scales.dtype == jnp.bfloat16) if is_matrix(leaf) else (leaf.dtype == wide)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
@@ -142,7 +143,8 @@ def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, quantize
         ):
             value = np.asarray(value)
             if not is_matrix(wanted):
-                np.testing.assert_array_equal(leaf, value.astype(dtype))
+                assert leaf.dtype == wanted.dtype
+                np.testing.assert_array_equal(leaf, value.astype(wanted.dtype))
                 continue
             by_hand = narrow.quantize(value, wanted, np)
             assert (np.asarray(leaf.values) != by_hand.values).mean() < 1e-3  # ties

@@ -34,11 +34,12 @@ from tests.jaxserve.weights.directories import (
 
 
 def assert_equal(ours: models.Params, expected: models.Params, dtype=jnp.float32) -> None:
+    """Matrices in the dtype, vectors in float32."""
     assert jax.tree.structure(ours) == jax.tree.structure(expected)
     for (path, leaf), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
-        assert leaf.dtype == dtype
+        assert leaf.dtype == (dtype if leaf.ndim > 1 else jnp.float32)
         np.testing.assert_array_equal(
-            np.asarray(leaf), np.asarray(other).astype(dtype), err_msg=jax.tree_util.keystr(path)
+            np.asarray(leaf), np.asarray(other).astype(leaf.dtype), err_msg=jax.tree_util.keystr(path)
         )
 
 
