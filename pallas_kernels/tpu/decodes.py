@@ -32,6 +32,7 @@ from pallas_kernels.tpu.layout import (
     TpuPool,
     across,
     dot,
+    kept_in_memory,
     lanes_of,
     log_sum,
     operand_dtype,
@@ -345,4 +346,4 @@ def attend(
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         name="attention_decodes",
-    )(bounds, kv_lens, tables, first_block, rows, *by_head, pool)
+    )(bounds, kv_lens, tables, first_block, rows, *by_head, kept_in_memory(pool, interpret))

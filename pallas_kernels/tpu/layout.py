@@ -34,6 +34,16 @@ class TpuPool(NamedTuple):
 COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True)
 
 
+def kept_in_memory(pool: TpuPool, interpret: Any) -> TpuPool:
+    """The pool as an operand that stays in the device's memory.
+
+    The compiler would copy one that fits on the chip there and back in every step.
+    """
+    if interpret:
+        return pool
+    return jax.tree.map(lambda leaf: pltpu.with_memory_space_constraint(leaf, pltpu.HBM), pool)
+
+
 def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 

@@ -37,6 +37,7 @@ from pallas_kernels.tpu.layout import (
     across,
     dot,
     head_span,
+    kept_in_memory,
     log_sum,
     operand_dtype,
     positions_of,
@@ -387,4 +388,4 @@ def attend(
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         name="attention_prompts",
-    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, sinks, q, pool)
+    )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, sinks, q, kept_in_memory(pool, interpret))

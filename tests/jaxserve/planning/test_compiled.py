@@ -295,6 +295,9 @@ PUBLISHED = (
     "phi-3-mini-4k",
     "gpt-j-6b",
     "mpt-7b",
+    "llama-3-70b",
+    "qwen3-32b",
+    "gpt-oss-120b",
 )
 
 
