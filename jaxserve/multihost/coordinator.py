@@ -9,6 +9,7 @@ proven that it belongs to the group.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import tempfile
@@ -26,6 +27,7 @@ from jaxserve.multihost.config import ClusterConfig
 
 _PIECE = 2**16  # most bytes of a message
 _POLL = 0.02  # seconds until jax listens
+_LONGEST = 70  # bytes of a folder's path; that of a Unix socket in it has 30 more, and may have 103 on macOS
 _FACTS = [("stream", "jax's coordinator")]
 
 
@@ -127,7 +129,10 @@ class Tunnel:
 
 @contextlib.contextmanager
 def _private_path() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:  # for this user only
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST:
+        parent = "/tmp"
+    with tempfile.TemporaryDirectory(prefix="jaxserve-", dir=parent) as folder:  # for this user only
         yield str(Path(folder, "coordinator"))
 
 
