@@ -1,4 +1,4 @@
-"""The prompts of one call: bounded before they are tokenized, and made requests."""
+"""The prompts of one call: checked against bounds, then tokenized and made into requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CallPrompts:
     """The prompts of one call.
 
     Args:
-      fields: of each prompt, as `parse_request` takes them.
-      defaults: sampling parameters for those that a prompt's fields leave out.
+      fields: the fields of each prompt, as `parse_request` takes them.
+      defaults: sampling parameters that a prompt's fields do not give.
       adjust: changes a request once its prompt is tokenized.
-      is_cut: whether it may shorten the prompt, so that one that does not fit is no error.
+      is_cut: whether `adjust` may shorten the prompt; a prompt that is too long is then no error.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CallPrompts:
         self._longest = longest(engine)
 
     def check_sizes(self) -> None:
-        """Raises InvalidRequest for a prompt that cannot fit, however its text is tokenized."""
+        """Raises InvalidRequest for a prompt that is too long, however its text is tokenized."""
         if self._is_cut:
             return
         for fields in self.fields:
@@ -60,12 +60,12 @@ class CallPrompts:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of all prompts together."""
+        """Upper bound of the tokens of all prompts together."""
         return sum([min(size, self._longest) for size in self._sizes])
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens that a request of one of the prompts generates."""
+        """Upper bound of the tokens that one request generates."""
         return max(map(self._new_tokens, self.fields), default=0)
 
     def _new_tokens(self, fields: Mapping[str, Any]) -> int:
@@ -73,15 +73,16 @@ class CallPrompts:
         return given if isinstance(given, int) and given else usual
 
     async def parse(self) -> list[Request]:
-        """The requests, one of each prompt. Raises InvalidRequest."""
+        """Tokenizes the prompts and returns a request for each. Raises InvalidRequest."""
         work = sum(map(parsing_work, self.fields, self._sizes))
         return await offload_if_long(work, lambda: [self._parse(fields) for fields in self.fields])
 
     async def check_fit(self, refused: RefusedWork) -> None:
-        """Raises InvalidRequest for what can never be served, though the call is refused for now.
+        """Raises InvalidRequest for a prompt that can never be served.
 
-        Most prompts need not be tokenized for that: their token ids are counted, and a token of a text stands for a
-        bounded number of bytes. Others are, unless too much of such work waits.
+        This is for calls that a full queue refuses: a caller should not retry such a prompt. Token ids are counted. A
+        text is tokenized only if the number of its bytes does not show that it fits, and only while `refused` takes
+        more work.
         """
         unclear = {i: fields for i, fields in enumerate(self.fields) if not self._fits(fields)}
         work = sum([parsing_work(fields, self._sizes[i]) for i, fields in unclear.items()])
@@ -89,7 +90,7 @@ class CallPrompts:
             await refused.run(work, lambda: [self._check_fit(fields) for fields in unclear.values()])
 
     def _fits(self, fields: Mapping[str, Any], text: str | None = None) -> bool:
-        """Whether a prompt certainly fits: its token ids, or its text by the number of its bytes."""
+        """Whether a prompt certainly fits, by the number of its token ids or of its text's bytes."""
         text = fields.get("prompt") if text is None else text
         if isinstance(text, str):
             if self._engine.tokenizer is None:
@@ -102,7 +103,7 @@ class CallPrompts:
         return 0 < tokens <= self._longest - self._new_tokens(fields)
 
     def _check_fit(self, fields: Mapping[str, Any]) -> None:
-        if fields.get("messages") is not None:  # rendering a chat takes less time than tokenizing it
+        if fields.get("messages") is not None:  # to render a chat takes less time than to tokenize it
             found = prompt_text(fields, self._engine.tokenizer, self._longest_text)
             if found is not None and self._fits(fields, found[1]):
                 return

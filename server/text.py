@@ -29,17 +29,17 @@ _SHORT_TEXT = 1_000  # characters; work on more, for a call that is refused, run
 
 
 class RefusedWork:
-    """Work on the texts of calls that the queue refuses: long ones take turns on one thread.
+    """Work on the texts of calls that the queue refuses; long texts take turns on one thread.
 
-    So a flood of them takes the time of one thread at most, and a call that would wait behind too many is refused
-    without it.
+    So a flood of such calls takes the time of one thread at most. A call that would wait behind too much work is
+    refused without it.
     """
 
     def __init__(self) -> None:
-        self._waiting = 0  # bytes of the texts that are worked on or wait
+        self._waiting = 0  # bytes of the texts that wait or are being worked on
 
     def takes(self, size: int) -> bool:
-        """Whether work on `size` bytes is done: others have not come first with too many."""
+        """Whether work on `size` more bytes is accepted."""
         return not self._waiting or self._waiting + size <= MAX_REFUSED_TEXT
 
     async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
@@ -80,7 +80,7 @@ class TextTools:
         return await offload_if_long(len(text), self.ids, text, special_tokens=special_tokens, field=field)
 
     def ids(self, text: str, *, special_tokens: bool = True, field: str = "text") -> list[int]:
-        """The same; a long text takes a while."""
+        """As `tokenize`, on the calling thread, which a long text blocks."""
         self.check_fits(field, text, self._engine.max_context)
         try:
             ids = self.tokenizer.encode(text, special_tokens=special_tokens)

@@ -11,10 +11,10 @@ from server.limits import LONG_BYTES
 
 
 class UnfinishedBodies:
-    """Bounds the bytes of unfinished bodies: beyond `most`, those that take longest end.
+    """Bounds the bytes of unfinished bodies: beyond `most`, the calls with the oldest are ended.
 
-    So callers who send bodies without end take memory only up to a bound, and lose to those whose bodies arrive. Whole
-    ones count while they wait to be parsed, which takes turns; beyond the bound they are refused.
+    So callers who send endless bodies take a bounded amount of memory, and do not keep others out. A body that has
+    arrived counts while it waits to be parsed; beyond the bound its call is refused.
     """
 
     def __init__(self, most: int) -> None:

@@ -57,10 +57,10 @@ def abstract(axes: Mapping[str, int]) -> AbstractMesh:
 
 
 def ring(mesh: Mesh, over: tuple[str, ...]) -> tuple[int, ...]:
-    """Places of the devices along mesh axes, in an order in which neighbours follow.
+    """Indices of the devices along mesh axes, in the order of a ring of neighbouring chips.
 
-    The last is a neighbour of the first, too. Where chips are no box with an even side, or have no coordinates, the
-    order is that of the mesh.
+    If the chips are not a box of two or more dimensions with an even side, or have no coordinates, the order is that of
+    the mesh.
     """
     group = mesh.devices[tuple(slice(None) if axis in over else 0 for axis in mesh.axis_names)]
     kept = [axis for axis in mesh.axis_names if axis in over]
@@ -77,7 +77,7 @@ def ring(mesh: Mesh, over: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _closed_walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The points of a box, each a step from the next, the last from the first; or none."""
+    """A closed path of single steps through all points of a box; empty if there is none."""
     even = next((axis for axis, size in enumerate(sizes) if size % 2 == 0), None)
     if even is None or math.prod(sizes) == sizes[even]:
         return []
@@ -88,7 +88,7 @@ def _closed_walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _walk(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The points of a box, each a step from the next."""
+    """A path of single steps through all points of a box."""
     if not sizes:
         return [()]
     rest = _walk(sizes[1:])

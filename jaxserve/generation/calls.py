@@ -103,7 +103,7 @@ class GenerationCalls(EngineProtocol):
 
         Args:
           prompt: as in `generate`.
-          best_of: number of beams; the default is n (see `beams.BeamParams`, also for length_penalty, early_stopping).
+          best_of: number of beams; the default is n (see `BeamParams`, also for length_penalty, early_stopping).
           sampling: max_tokens, stop_token_ids, ignore_eos and logprobs of SamplingParams.
 
         Raises:

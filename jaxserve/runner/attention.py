@@ -167,7 +167,7 @@ def make_attend(
     given, scattered = kv_cache.attended(mesh, spec, f"layers.{layer}.out.kernel")
 
     def attend_part(q, k, v, pool, meta, slopes, sinks, first_block):
-        """Attends to the rows and slots of this device's part, and adds up what all parts give."""
+        """Attends to the rows and slots of this device's part, and adds up the parts' results."""
         own, tokens, places = jax.tree.map(lambda leaf: leaf[0], meta)
         if rows:
             q, k, v = q[tokens], k[tokens], v[tokens]
@@ -177,10 +177,10 @@ def make_attend(
         if slots:
             out = slot_parts.share(out, slots)
         if rows:
-            out = out.at[places].get(mode="fill", fill_value=0)  # [T, N, D]; other parts have its other tokens
+            out = out.at[places].get(mode="fill", fill_value=0)  # [T, N, D]; other parts have the other tokens
         if scattered is None:
             return jax.lax.psum(out, parts), pool
-        # Parts get an axis of their own. TPUs make an all-reduce of a scatter that cuts within the tiles of an array.
+        # Parts get an axis of their own, as TPUs turn a scatter that cuts within an array's tiles into an all-reduce.
         count = kv_cache.row_parts(mesh, spec) * kv_cache.slot_parts(mesh, spec)
         sizes = (count, len(out) // count, -1) if scattered == 0 else (len(out), count, -1)
         share = jax.lax.psum_scatter(out.reshape(sizes), parts, scatter_dimension=scattered)

@@ -72,10 +72,10 @@ def slot_parts(mesh: Mesh, spec: ShardingSpec) -> int:
 
 
 def attended(mesh: Mesh, spec: ShardingSpec, following: str) -> tuple[PartitionSpec, int | None]:
-    """How the result of attention [T, N, D] is split, and the axis that is scattered.
+    """How the result of attention [T, N, D] is split, and the axis of its reduce-scatter.
 
-    Parts of rows and slots each have a share of the result, to be added up. Devices get the heads, or the tokens, that
-    they go on with; or all if that is split over other axes, and there is no scattered axis.
+    If the pool's rows or slots are split, each part has partial sums of the result. They are scattered by heads or by
+    tokens if what follows is split over the same mesh axes. Otherwise there is an all-reduce, and the axis is None.
 
     Args:
       following: the parameter that is multiplied next.

@@ -50,7 +50,7 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class ProgramCache:
-    """A folder of compiled programs, or a memory of those of this start for its replicas.
+    """Compiled programs in a folder, or in memory for the other replicas of this start.
 
     Attributes:
       loaded / compiled: number of programs that were found, and that were not.

@@ -157,20 +157,21 @@ def forward(
       prepare: (batch, cache group) -> what the attention of its layers shares (`attention.prepare`).
       make_attend: (result of `prepare`, layer, its first block) -> the layer's attention.
       between: applied to the hidden states [T, H] before each layer.
-      whole: makes every device hold all of what it is applied to, if hidden states are split; or None.
-      gathered: applied to the layers' parameters.
-      ringed: applied to the layers' weights once they have products (`rings.around`).
+      whole: gathers an array, so that every device has all of it; None where that is left to the compiler.
+      gathered: gathers the layers' parameters over the spec's axes of `gather`; None without any.
+      ringed: gives the layers' bound weights rings as their products (`rings.around`); None without rings.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
-    if whole is not None:  # else positions are split as hidden states are, and every layer gathers what it needs
+    if whole is not None:  # otherwise positions would be split like the hidden states, and gathered in every layer
         view = whole(view)
     groups = [shape.groups.index(model.config.window(layer)) for layer in layers]
     metas = {group: prepare(of_group(view.attention, group, shape.groups), group) for group in dict.fromkeys(groups)}
     if x is None:
         assert view.tokens is not None
         embedded: jax.Array = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
-        if ringed is not None and whole is not None:  # else norms add up parts, and TPUs scatter some look-ups
+        # Otherwise the first norm would be computed from parts, and TPUs would scatter the result of some look-ups.
+        if ringed is not None and whole is not None:
             embedded = whole(jax.lax.optimization_barrier(whole(embedded)))
         x = embedded
     if gathered is not None:

@@ -1,16 +1,15 @@
-"""Matrix products whose parts devices exchange while they multiply others.
+"""Collective matmul: devices exchange parts of a product while they multiply others.
 
-XLA calls it collective matmul where it does so itself. A spec may split the hidden states between the layers over the
-mesh axes that split the layers' matrices. A product then has as many steps as there are devices. In each, a part of the
-hidden states arrives, or a partial sum leaves, while the part before is multiplied (Wang et al., "Overlap Communication
-with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). What is split depends on the
-platform:
+A spec may split the hidden states between layers over the same mesh axes as the layers' matrices. The product is then
+computed in as many steps as there are devices. In each step a device multiplies one part, while the next part of the
+hidden states arrives or the previous partial sum is sent (Wang et al., "Overlap Communication with Dependent
+Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). The platform decides what is split:
 
-* TPUs, and CPUs as they do: columns ("embed"), so that every element of a matrix is read once, for few tokens, too.
-  Parts go around a ring, half of them each way.
-* GPUs: tokens, since their compilers would copy the columns of a matrix to multiply by them. Parts go where they are
-  needed at once, since all GPUs of a machine are neighbours. Matrices are read in every step, so a device must have
-  some hundred tokens for a step to take no longer by that.
+* TPUs and CPUs split the columns ("embed"). Each element of a matrix is then read once, so this pays for few tokens
+  too. Parts travel around a ring, half of them in each direction.
+* GPUs split the tokens, because XLA's compiler for GPUs would copy the columns of a matrix before it multiplies by
+  them. Every part is sent straight to its destination, because all GPUs of a machine are connected. Each step reads
+  the whole matrix, so a device needs a few hundred tokens for a step to be bound by compute.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from jaxserve.runner import kv_cache
 from sharding import mesh as meshes
 from sharding.spec import ShardingSpec, Target, partition
 
-# What the hidden states are split by, by platform; "embed" on others.
+# The axis of the hidden states that is split on each platform; "embed" on all others.
 SPLIT: dict[str, Literal["embed", "tokens"]] = {"gpu": "tokens"}
 
-FEWEST_TOKENS = 256  # of a device, where tokens are split: operations that an H100 or H200 makes for a byte it reads
+FEWEST_TOKENS = 256  # per device, where tokens are split: about the FLOPs of an H100 or H200 per byte that it reads
 
 
 def ring_axes(mesh: Mesh, spec: ShardingSpec, platform: str) -> tuple[str, ...]:
@@ -44,20 +43,20 @@ def ring_axes(mesh: Mesh, spec: ShardingSpec, platform: str) -> tuple[str, ...]:
 
 
 def split_axis(held: Sequence[Target], mesh: Mesh, over: tuple[str, ...]) -> int | None:
-    """The axis of a matrix that is split over a ring's mesh axes only; None without one.
+    """The one axis of a matrix that is split, if it is over a ring's mesh axes; else None.
 
     Args:
-      held: mesh axes of each of the matrix's axes.
+      held: the mesh axes that each axis of the matrix is split over.
     """
     split = [kv_cache.over(mesh, target) for target in (*held, None, None)[:2]]
     return split.index(over) if over and sorted(split) == [(), over] else None
 
 
 def around(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: str) -> Any:
-    """Layers' bound weights, with a ring as the product of each matrix that is split so.
+    """The layers' bound weights, with a `Ring` for each matrix that is split over its axes.
 
     Args:
-      held: the same tree of shapes with shardings.
+      held: the same tree, with the shapes and shardings of the weights.
     """
     over = ring_axes(mesh, spec, platform)
     hidden = partition(spec.activations.get("tokens"), spec.activations.get("embed"))
@@ -86,11 +85,11 @@ class Ring:
 
     Attributes:
       over: mesh axes of the ring.
-      order: their devices in its order.
+      order: the devices along these axes, in the order of the ring.
       hidden: how the hidden states between the layers are split.
-      by: what the ring splits of them.
-      split: axis of the matrix that is split. By its outputs, parts of x are brought together; by its inputs, partial
-        sums are scattered.
+      by: the axis of the hidden states that the ring's devices exchange parts of.
+      split: the axis of the matrix that is split. If it is the outputs (0), the parts of x are gathered; if it is the
+        inputs (1), the partial sums are scattered.
     """
 
     mesh: Mesh
@@ -101,14 +100,14 @@ class Ring:
     split: int
 
     def pays(self, tokens: int) -> bool:
-        """Whether a product of so many tokens goes around the ring."""
+        """Whether a product of this many tokens is computed by the ring."""
         return self.by == "embed" or tokens >= FEWEST_TOKENS * len(self.order)
 
     def __call__(
         self, x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
     ) -> Float32[jax.Array, "T out"]:
         """Args:
-        dtype: of the partial sums that travel.
+        dtype: of the partial sums that are sent.
         """
         values = matrix.values if isinstance(matrix, Quantized) else matrix
         within = partition(None if self.by == "tokens" else self.hidden[0], self.over)
@@ -130,7 +129,7 @@ class Ring:
         def add(y: jax.Array | None, part: jax.Array, ahead: int) -> jax.Array:
             columns = jax.lax.dynamic_slice_in_dim(matrix, self._place(ahead) * width, width, 1).astype(x.dtype)
             product = dot(part, columns, jnp.float32)
-            # TPUs would keep the products of all steps in memory, and add them up at the end.
+            # Without the barrier, TPUs keep the products of all steps in memory and add them up at the end.
             return product if y is None else jax.lax.optimization_barrier(y + product)
 
         y = add(None, x, 0)
@@ -153,7 +152,7 @@ class Ring:
         total = product(0)
         for way in (1, -1):
             came = None
-            for ahead in range(self._steps(way), 0, -1):  # the sum for the device that is farthest leaves first
+            for ahead in range(self._steps(way), 0, -1):  # the sum for the farthest device is sent first
                 here = product(way * ahead)
                 came = self._sent((here if came is None else here + came).astype(dtype), way).astype(jnp.float32)
             total = total if came is None else total + came
@@ -164,8 +163,8 @@ class Ring:
         matrix, rows, part = matrix.astype(x.dtype), len(x), x
         y = jnp.zeros((rows * len(self.order), len(matrix)), dtype)
         for behind in range(len(self.order)):
-            # Barriers set the order of GPUs, which would multiply all parts at once. The next part leaves when the
-            # product before the last is there, and this one is multiplied meanwhile.
+            # Barriers set the order of the steps, as GPUs would multiply all parts at once. The next part is sent when
+            # the previous product is done, and travels while this part is multiplied.
             x, part, y = jax.lax.optimization_barrier((x, part, y))
             following = self._sent(x, behind + 1)
             y = jax.lax.dynamic_update_slice_in_dim(y, dot(part, matrix, dtype), self._place(-behind) * rows, 0)
@@ -183,17 +182,17 @@ class Ring:
         return sum(came[:-1], came[-1])
 
     def _steps(self, way: int) -> int:
-        """How far parts travel: half of the devices one way (1), the others the other way (-1)."""
+        """Steps in one direction: half of the devices forward (1), the others backward (-1)."""
         return len(self.order) // 2 if way == 1 else (len(self.order) - 1) // 2
 
     def _sent(self, part: jax.Array, way: int) -> jax.Array:
-        """What arrives where every device sends a part so far along the ring."""
+        """The part that arrives when every device sends its own `way` places forward on the ring."""
         if way % len(self.order) == 0:
             return part
         to = (*self.order[way:], *self.order[:way])
         return jax.lax.ppermute(part, self.over, tuple(zip(self.order, to, strict=True)))
 
     def _place(self, ahead: int) -> Int32[jax.Array, ""]:
-        """The index of the device that is so far ahead of this one on the ring."""
+        """The index of the device `ahead` places forward of this one on the ring."""
         far = dict(zip(self.order, (*self.order[ahead:], *self.order[:ahead]), strict=True))
         return jnp.array([far[place] for place in range(len(far))], jnp.int32)[jax.lax.axis_index(self.over)]

@@ -1,8 +1,9 @@
 """Attention where the slots of every block are split over devices. Traced.
 
-Each device attends to its own slots. That gives an average of their values and the logarithm of the sum of its weights,
-from which the devices find their shares of the whole (as the parts of Flash-Decoding, Dao et al., 2023). Queries go to
-the devices with keys and values, not these to them ("pass-Q", Yang et al., 2024, arXiv:2411.01783).
+Each device attends to its own slots. That gives the weighted average of their values and the log of the sum of their
+weights (LSE). From all LSEs a device computes the share of its average in the result (as Flash-Decoding does with the
+parts of a context, Dao et al., 2023). Queries are sent to the devices that hold keys and values ("pass-Q", Yang et al.,
+2024, arXiv:2411.01783).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.api import PartialAttention
 
-_LOWEST = -1e30  # replaces minus infinity where a difference of two of them must not be NaN
+_LOWEST = -1e30  # in place of minus infinity, because the difference of two infinities is NaN
 
 
 def share(found: PartialAttention, axes: tuple[str, ...]) -> jax.Array:
@@ -28,5 +29,5 @@ def share(found: PartialAttention, axes: tuple[str, ...]) -> jax.Array:
 
 
 def own_sinks(sinks: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
-    """The sinks on the first device, which counts them; none of any weight on the others."""
+    """The sinks on the first device, without weight on the others, so that they count once."""
     return None if sinks is None else jnp.where(jax.lax.axis_index(axes) == 0, sinks, _LOWEST)

@@ -12,7 +12,8 @@ _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that G
 BYTES = {chr(byte): byte for byte in _VISIBLE}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _VISIBLE)}
 
-_GROWS = {"NFC": 3, "NFD": 3, "Lowercase": 2, "Strip": 1, "StripAccents": 1}  # times, at most, in UTF-8
+# How many times as long in UTF-8 a normalizer makes a text at most.
+_GROWS = {"NFC": 3, "NFD": 3, "Lowercase": 2, "Strip": 1, "StripAccents": 1}
 _COMPOSES = 3  # NFC makes a text at most this many times smaller: U+1100 U+1161 U+11A8 become U+AC01
 _SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"))
 
@@ -20,7 +21,8 @@ _SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split",
 def most_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> int | None:
     """Most UTF-8 bytes of text that a token stands for; None if unbounded or unknown.
 
-    There is none where a step may remove a part of the text, or one token may stand for a run of unknown characters.
+    It is unbounded if a step may remove a part of the text, or if one token may stand for any number of unknown
+    characters.
 
     Args:
       vocab: the ids of all tokens, added ones too.
@@ -54,8 +56,8 @@ def most_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> int
 def most_tokens(tokenizer: tokenizers.Tokenizer) -> tuple[int, int] | None:
     """(a, b): a text of n bytes in UTF-8 has at most a * n + b tokens. None if that is unknown.
 
-    A token stands for at least one byte of the text as the tokenizer rewrites it. What a step puts before a text, it
-    may put before every part that another step has made of it; a part has at least one byte.
+    A token stands for at least one byte of the text that the normalizers return. If a step adds a prefix to a text, it
+    may add one to every piece that an earlier step has split off, and each piece has at least one byte.
     """
     times = 1
     for step in _steps(tokenizer.normalizer):

@@ -92,7 +92,7 @@ class StoredTensors:
 
 
 def read_ahead(path: str | Path, *, until: Callable[[], bool]) -> None:
-    """Brings tensors' files into the system's cache, as far as it comes until something is so."""
+    """Reads the tensors' files into the system's cache, until `until()` or all are there."""
     buffer = bytearray(_AHEAD)
     try:
         for file in _find_files(Path(path))[0]:
@@ -100,7 +100,7 @@ def read_ahead(path: str | Path, *, until: Callable[[], bool]) -> None:
                 while not until() and opened.readinto(buffer):
                     pass
     except (CheckpointError, OSError):
-        pass  # whoever reads them says so; or they are Orbax's
+        pass  # loading reports it; or the files are Orbax's
 
 
 def _find_files(directory: Path) -> tuple[tuple[Path, ...], Path, dict[str, Path]]:

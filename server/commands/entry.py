@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 
 def main() -> int:
@@ -22,15 +22,14 @@ def main() -> int:
         return cli.main()
     except KeyboardInterrupt:  # before the command began
         _end()
-        raise
     finally:
         end_at_once()
 
 
 def end_at_once() -> Any:
-    """Let Ctrl-C end the process from now on, if it raises an exception so far.
+    """Let Ctrl-C end the process at once, instead of raising KeyboardInterrupt.
 
-    Returns the handler until then.
+    Another handler of SIGINT stays. Returns the handler before.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # it may be ignored, as in the background of a script
@@ -38,7 +37,7 @@ def end_at_once() -> Any:
     return before
 
 
-def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
     show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # progress bars hide it
     os.write(2, show_cursor + b"jaxserve: interrupted\n")
     os._exit(128 + number)
