@@ -23,8 +23,9 @@ class PrefixIndex:
     itself, since a prefix there is more than its blocks one after another.
 
     What is cached was hashed before. So the digests of recent prompts are kept, and a prompt takes those of the blocks
-    that it has in common with one of them, which are compared token by token. At most as many tokens are kept as the
-    pools hold: 4.5 bytes a token with blocks of 16, where the index itself takes 10.
+    that it has in common with one of them, which are compared token by token. At most as many prompt tokens are kept as
+    the pools hold: 4.5 bytes a token with blocks of 16, where the index itself takes 10. What these requests generate
+    is kept with them, and not counted.
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
