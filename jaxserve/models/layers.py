@@ -64,7 +64,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[jax.Array, "T H"]) -> Float[jax.Array, "T H"]:
         wide = x.astype(jnp.float32)
-        centred = wide - wide.mean(-1, keepdims=True)
+        # Divided before they are added up: a TPU needs an operation of its own to divide sums that several read.
+        centred = wide - jnp.sum(wide * (1 / wide.shape[-1]), -1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.eps)
         if self.scale is not None:
