@@ -162,13 +162,13 @@ class TpuBackend:
             out, pool = decodes.attend(
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
-            out, n_decodes = out[..., : shape.num_kv_heads * shape.head_dim], bounds[cuts.cores(shape)]
-            if meta.prompts is None:  # before heads are split, so that a compiler need not split them
-                out = jnp.where(jnp.arange(n_chunks)[:, None, None] < n_decodes, out, 0.0)
+            out = out[..., : shape.num_kv_heads * shape.head_dim]
             found = [_by_head(out[:, : shape.group], shape)]
             if shape.slot_parts > 1:
                 found.append(_by_head(out[:, shape.group :], shape)[..., :1])
+            token = jnp.arange(n_tokens)[:, None, None]
             found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0), (0, 0))) for each in found]
+            rest: list[Any] = [0.0] * len(found)
             if meta.prompts is not None:
                 queries = _tiles(q, shape, cut.tile)
                 of_prompts = prompts.attend(
@@ -184,11 +184,10 @@ class TpuBackend:
                     **static,
                 )[:, :, :n_tokens]
                 of_prompts = of_prompts.transpose(2, 0, 1, 3).reshape(n_tokens, shape.num_heads, -1)
-                token = jnp.arange(n_tokens)[:, None, None]
                 rest = [of_prompts[..., : shape.head_dim], of_prompts[..., -1:]]
                 rest = [jnp.where(token < meta.prompts.bounds[1], each, 0.0) for each in rest]
-                found = [jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=False)]
-            out, *lse = found
+            is_decode = token < bounds[cuts.cores(shape)]
+            out, *lse = (jnp.where(is_decode, *each) for each in zip(found, rest, strict=False))
             return (PartialAttention(out.astype(q.dtype), lse[0][..., 0]) if lse else out.astype(q.dtype)), pool
 
 
@@ -254,13 +253,11 @@ def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
 def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
     """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
     n_chunks = len(q)
-    queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim)
-    if new.scales is None:  # put together as a layer's product has them: where nothing changed them, it is not split
-        heads = [part.astype(jnp.float32) for part in (queries, *(each[:n_chunks, :, None] for each in new.kv))]
-        return _packed(jnp.concatenate(heads, axis=2).swapaxes(1, 2), shape)
-    scales = jnp.repeat(new.scales[:, :n_chunks, :, None], shape.head_dim, axis=-1)
-    parts = [_packed(each, shape).swapaxes(0, 1) for each in (new.kv[:, :n_chunks], scales)]
-    parts = [_packed(queries.swapaxes(1, 2), shape), *parts]
+    queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim).swapaxes(1, 2)
+    parts = [_packed(queries, shape), _packed(new.kv[:, :n_chunks], shape).swapaxes(0, 1)]
+    if new.scales is not None:
+        scales = jnp.repeat(new.scales[:, :n_chunks, :, None], shape.head_dim, axis=-1)
+        parts.append(_packed(scales, shape).swapaxes(0, 1))
     return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=1)
 
 
