@@ -70,7 +70,8 @@ $(RAY_STAMP): requirements-dev.txt
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt "ray[serve]==2.60.0"
 	touch $@
 
-SCALE := $(RAY_VENV)/bin/python -m pytest -n 0 -W ignore -m scale tests/ray tests/server/http
+# Serve gives its proxy three times 5 s to start, which is too little where packages are installed beside it.
+SCALE := RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=20 $(RAY_VENV)/bin/python -m pytest -n 0 -W ignore -m scale tests/ray tests/server/http
 test-scale: $(RAY_STAMP) ## serve on a local cluster of Ray
 	$(SCALE) $(ARGS)
 
