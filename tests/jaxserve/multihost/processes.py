@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -29,9 +30,11 @@ class Host:
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | environment,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"} | environment,
             )
         self.lines: list[dict[str, Any]] = []
+        self._printed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The next line that is so; an error with all there was if none comes."""
@@ -39,8 +42,7 @@ class Host:
             self.lines.append(line)
             if condition(line):
                 return line
-        code = self.process.wait(WAIT_SECONDS)
-        raise AssertionError(f"it ended with {code} after {self.lines}: {self.errors.read_text()}")
+        raise AssertionError(f"it ended with {self.code()} after {self.lines}: {self.errors.read_text()}")
 
     def rest(self) -> list[dict[str, Any]]:
         """What it prints until it ends."""
@@ -48,14 +50,37 @@ class Host:
         self.lines += found
         return found
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            yield json.loads(line)
-
     def code(self) -> int:
-        """How it ends."""
-        return self.process.wait(WAIT_SECONDS)
+        """How it ends. Raises Hangs if it does not."""
+        try:
+            return self.process.wait(WAIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Hangs from None
+
+    def stacks(self) -> str:
+        """Ends the process, and returns what its threads did, below all that it has printed as errors."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGABRT)  # Python prints every thread's stack
+        self.process.wait(WAIT_SECONDS)
+        return self.errors.read_text()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self._printed.put(line)
+        self._printed.put(None)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(queue.Empty):
+            while (line := self._printed.get(timeout=WAIT_SECONDS)) is not None:
+                yield json.loads(line)
+            return
+        raise Hangs
+
+
+class Hangs(Exception):
+    """A process neither prints nor ends."""
 
 
 def free_ports() -> str:
@@ -128,14 +153,15 @@ def group(
     started = [Host(module, common | {"host": index} | told, folder, environment) for index, told in enumerate(hosts)]
     try:
         yield started
+    except Hangs:
+        stacks = [f"host {index}: {host.stacks()}" for index, host in enumerate(started)]
+        raise AssertionError("a host hangs\n" + "\n".join(stacks)) from None
     finally:
         for host in started:
             with contextlib.suppress(ProcessLookupError):
                 host.process.send_signal(signal.SIGCONT)
                 host.process.kill()
             host.process.wait(WAIT_SECONDS)
-            if host.process.stdout is not None:
-                host.process.stdout.close()
 
 
 def make_certificates(folder: Path) -> None:

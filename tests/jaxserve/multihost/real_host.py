@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.multihost import startup as start
 from jaxserve.multihost.config import ClusterConfig, TlsFiles
+from jaxserve.multihost.process_watchdog import end_process
 from jaxserve.request import Request
 from tests.fixtures.texts import constrained
 from tests.fixtures.traffic import Answers, traffic
@@ -122,4 +123,4 @@ def main(told: dict) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    end_process(main(json.loads(sys.argv[1])))  # as `jaxserve serve` ends
