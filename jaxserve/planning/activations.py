@@ -100,7 +100,8 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
 
     Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
     token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
-    two projections in float32; on TPUs the ragged product widens int8 kernels, one stack at a time.
+    two projections in float32, on CPUs also their inner state; on TPUs the ragged product widens int8 kernels, one
+    stack at a time.
     """
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     stacks = [part.local for part in parts.values() if is_of_experts(part.axes) and len(part.local) == 3]
@@ -110,5 +111,5 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
     rows = bucket * config.experts_per_token
     widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0
     if stage.platform == "cpu":  # which takes the kernel of one expert at a time out of its stack
-        widened = max(math.prod(stack[1:]) for stack in stacks) * 4
+        widened = max(math.prod(stack[1:]) for stack in stacks) * 4 + rows * inner * item
     return max(rows * 8 * config.hidden_size, rows * (8 * inner + config.hidden_size * item) + widened)

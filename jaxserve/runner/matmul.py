@@ -178,7 +178,10 @@ def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) ->
         new = jnp.where(((at >= start) & (at < ends[group]))[:, None], new, old)
         return jax.lax.dynamic_update_slice_in_dim(y, new, origin, 0)
 
-    y = jax.lax.fori_loop(0, last_tiles[-1], step, jnp.zeros((rows, values.shape[1]), jnp.float32))
+    # XLA's CPU compiler would fill the first values of all layers' loops at the start of a program if they were
+    # constants, and hold them until their loops: these are zeros that depend on the sizes, which are not negative.
+    zeros = jnp.broadcast_to((sizes[0] >> 31).astype(jnp.float32), (rows, values.shape[1]))
+    y = jax.lax.fori_loop(0, last_tiles[-1], step, zeros)
     return experts.scaled(y, kernels, sizes)
 
 

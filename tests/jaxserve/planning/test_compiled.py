@@ -89,6 +89,18 @@ def payloads(deployment, collectives) -> Counter[tuple[str, int]]:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_experts_of_many_layers_share_memory_on_cpus(tensor):
+    """What the experts of a layer compute is gone before the next layer's."""
+    deployment = question(MIXTRAL | {"num_hidden_layers": 4}, tensor=tensor, buckets=(512,), max_rows=8)
+    plan = predict(replace(deployment, on_cpus=True))
+    (stage,) = compiled.compile_stages(plan, jax.devices(), lambda *_: None)
+    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+    assert stage.temporaries < 0.4 * stage.total
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.long
 def test_a_split_embedding_is_left_to_the_compiler():
     deployment = question(BLOOM, rules(B, vocab=None, heads=None, ffn=None, embed="tensor"), tensor=4)
     plan = predict(replace(deployment, on_cpus=True))
