@@ -20,7 +20,8 @@ from jaxserve.planning import model_catalog
 from jaxserve.planning.calibration import Fit
 from jaxserve.planning.cost import Roofline
 from jaxserve.planning.deployment import Deployment
-from jaxserve.planning.predict import Plan, predict
+from jaxserve.planning.plan import Plan
+from jaxserve.planning.predict import predict
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder, default_sizes
 from jaxserve.scheduler.policy import make_policy
 from jaxserve.scheduler.slot_pool import SlotPool

@@ -14,8 +14,9 @@ import numpy as np
 from benchmarks.device.models import MODELS
 from benchmarks.device.records import Record
 from jaxserve.planning.calibration import FITS, Fit, fit_of
+from jaxserve.planning.plan import Plan
 from jaxserve.planning.planner import deployment
-from jaxserve.planning.predict import Plan, predict
+from jaxserve.planning.predict import predict
 from server.commands.bench.step import Case
 from sharding import devices
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.planning.hlo import KINDS
+from jaxserve.planning.plan import Plan, StagePlan
 from jaxserve.planning.plan_report import layout, padding, parameters_of, partition, payloads
-from jaxserve.planning.predict import Plan, StagePlan
 from jaxserve.planning.tables import UNKNOWN, Section, number, shape, size
 from sharding.spec import shown
 

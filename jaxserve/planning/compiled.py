@@ -14,7 +14,7 @@ import jax
 
 from jaxserve.planning import hlo, overlap
 from jaxserve.planning.deployment import Deployment, programs
-from jaxserve.planning.predict import Plan, bucket_plan
+from jaxserve.planning.plan import Plan, bucket_plan
 from jaxserve.planning.stage_load import Collective
 from jaxserve.planning.targets import lowering
 from jaxserve.runner import compiler_options, sharded_parameters

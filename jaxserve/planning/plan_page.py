@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from jaxserve.planning.plan import Plan
 from jaxserve.planning.plan_report import bottleneck, headline, spec_lines
-from jaxserve.planning.predict import Plan
 from jaxserve.planning.tables import Section, as_json
 
 

@@ -12,7 +12,7 @@ from jaxserve.planning.calibration import calibration, fit_of
 from jaxserve.planning.compiled import CompiledStage, count_kinds
 from jaxserve.planning.cost import Parts, Seconds
 from jaxserve.planning.hlo import KINDS
-from jaxserve.planning.predict import REQUEST, Plan
+from jaxserve.planning.plan import REQUEST, Plan
 from jaxserve.planning.stage_load import Collective
 from jaxserve.planning.tables import UNEXPECTED, UNKNOWN, Section, as_json, number, shape, size
 from jaxserve.runner.sharded_parameters import ShardedParameter

@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxserve.planning import comparison, plan_page, plan_report
 from jaxserve.planning.comparison import PlanDifference
 from jaxserve.planning.compiled import CompiledStage
-from jaxserve.planning.predict import Plan
+from jaxserve.planning.plan import Plan
 from jaxserve.planning.tables import Section
 
 _HEIGHT = 900  # pixels of the page in a notebook, until it has told its own height

@@ -13,8 +13,9 @@ from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.planning import collectives
 from jaxserve.planning.deployment import Deployment, model_of
+from jaxserve.planning.plan import Plan, bucket_plan
 from jaxserve.planning.plan_report import times
-from jaxserve.planning.predict import Plan, bucket_plan, predict
+from jaxserve.planning.predict import predict
 from jaxserve.planning.search_space import Layout
 
 TOO_LARGE = "the weights do not fit"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxserve.config import EngineConfig
 from jaxserve.planning import drawing
-from jaxserve.planning.predict import Plan
+from jaxserve.planning.plan import Plan
 from jaxserve.planning.tables import table
 from jaxserve.simulate.outcome import Distribution, GapCounts, ShortOutcome
 from jaxserve.simulate.system import (

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.planning.predict import Plan, predict
+from jaxserve.planning.plan import Plan
+from jaxserve.planning.predict import predict
 from sharding import specs
 from tests.jaxserve.planning.questions import BLOOM, GPTJ, LLAMA, MIXTRAL, NEOX, question
 

@@ -211,7 +211,7 @@ def test_no_device_is_started():
     program = """
 from tests.jaxserve.planning.questions import BLOOM, question
 from jaxserve.planning.deployment import programs
-from jaxserve.planning.predict import Plan, count_parameters, predict, with_buckets
+from jaxserve.planning.predict import predict
 from jax._src import xla_bridge
 predict(question(BLOOM, tensor=4))
 print(list(xla_bridge._backends))
