@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
-from jaxserve.models import HeadWeights, Model
 from jaxserve.models.layers import Attend
+from jaxserve.models.model import HeadWeights, Model
 from jaxserve.models.products import Quantized, bind
 from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, of_group, sample_points, unpack, write_tokens

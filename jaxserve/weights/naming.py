@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import models
+from jaxserve.models.model import is_tuple
 from jaxserve.models.schema import Stored
 from jaxserve.weights.checkpoint import CheckpointError, StoredTensors
 from jaxserve.weights.regions import tensor_shapes
@@ -32,7 +33,7 @@ class Parameter(NamedTuple):
 def parameters(model: models.Model, dtype: jnp.dtype) -> tuple[Parameter, ...]:
     """All parameters of a model, in the order of its tree's leaves."""
     shapes = jax.tree_util.tree_leaves_with_path(model.shapes(dtype))
-    axes, stored = (jax.tree.leaves(tree, is_leaf=models.is_tuple) for tree in (model.axes(), model.stored()))
+    axes, stored = (jax.tree.leaves(tree, is_leaf=is_tuple) for tree in (model.axes(), model.stored()))
     return tuple(
         Parameter(jax.tree_util.keystr(path, simple=True, separator="."), shape, names, source)
         for (path, shape), names, source in zip(shapes, axes, stored, strict=True)

@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve import models
+from jaxserve.models.model import is_tuple
 from jaxserve.models.products import Quantized
 from jaxserve.weights import narrow
 from jaxserve.weights.naming import Parameter, parameters
@@ -89,5 +90,5 @@ def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, quantize: s
         each = Quantized(placed, beside, None if like.zeros is None else beside)
         return jax.tree.map(lambda part, at: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=at), like, each)
 
-    structure = jax.tree.structure(model.axes(), is_leaf=models.is_tuple)
+    structure = jax.tree.structure(model.axes(), is_leaf=is_tuple)
     return jax.tree.unflatten(structure, map(held, parameters(model, dtype)))

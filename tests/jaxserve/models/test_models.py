@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve import models
+from jaxserve.models.model import is_tuple
 from jaxserve.weights import naming
 from sharding import specs
 from tests.fixtures import dense
@@ -46,9 +47,9 @@ def test_tables_of_a_family_match_its_parameters(model):
     axes = model.axes()
     stored = model.stored()
     structure = jax.tree.structure(shapes)
-    assert jax.tree.structure(axes, is_leaf=models.is_tuple) == structure
-    assert jax.tree.structure(stored, is_leaf=models.is_tuple) == structure
-    places = [(leaf.name, leaf.share, leaf.every) for leaf in jax.tree.leaves(stored, is_leaf=models.is_tuple)]
+    assert jax.tree.structure(axes, is_leaf=is_tuple) == structure
+    assert jax.tree.structure(stored, is_leaf=is_tuple) == structure
+    places = [(leaf.name, leaf.share, leaf.every) for leaf in jax.tree.leaves(stored, is_leaf=is_tuple)]
     assert len(set(places)) == len(places)
     sizes, config = model.axis_sizes(), model.config
     assert (sizes["vocab"], sizes["embed"]) == (config.vocab_size, config.hidden_size)
