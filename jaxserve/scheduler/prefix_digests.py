@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from struct import unpack_from
 from typing import Any
 
@@ -20,15 +21,25 @@ class PrefixDigests:
 
     Equal digests mean equal prefixes. One hash runs over the tokens, so each digest is computed once and takes one step
     of it.
+
+    Attributes:
+      known: the digests of the first blocks.
+      on_growth: is called when tokens have been added.
     """
 
-    __slots__ = ("_content", "_hash", "_salt", "known")
+    __slots__ = ("_content", "_hash", "_salt", "known", "on_growth")
 
     def __init__(self, salt: str) -> None:
         self.known: list[bytes] = []
+        self.on_growth: Callable[[PrefixDigests], None] | None = None
         self._salt = salt
         self._content = array("I")  # the tokens
         self._hash: Any = None  # of the blocks in `known`; None if it has not begun
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that it holds."""
+        return len(self._content)
 
     def first(self, blocks: int, tokens: list[int], block_size: int) -> list[bytes]:
         """The digests of at least the first blocks of these tokens.
@@ -42,6 +53,8 @@ class PrefixDigests:
         if len(content) < blocks * block_size:
             # All there are, because one long list takes the least time for each token.
             content.fromlist(tokens[len(content) :] if content else tokens)
+            if self.on_growth is not None:
+                self.on_growth(self)
         if self._hash is None:
             # A digest has a fixed length, so a salt cannot be taken for tokens.
             self._hash = _salted(self._salt) if self._salt else _UNSALTED.copy()

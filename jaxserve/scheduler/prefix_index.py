@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
@@ -23,9 +23,9 @@ class PrefixIndex:
     itself, since a prefix there is more than its blocks one after another.
 
     What is cached was hashed before. So the digests of recent prompts are kept, and a prompt takes those of the blocks
-    that it has in common with one of them, which are compared token by token. At most as many prompt tokens are kept as
-    the pools hold: 4.5 bytes a token with blocks of 16, where the index itself takes 10. What these requests generate
-    is kept with them, and not counted.
+    that it has in common with one of them, which are compared token by token. At most as many tokens are kept as the
+    pools hold, with those that these requests generate: 4.5 bytes a token with blocks of 16, where the index itself
+    takes 10.
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
@@ -36,7 +36,7 @@ class PrefixIndex:
         self._pools = tuple(pools)
         self._holders: dict[bytes, int] = {}  # digest -> a bit for each replica
         self._lock = threading.Lock()
-        self._hashed: OrderedDict[bytes, tuple[PrefixDigests, int]] = OrderedDict()  # and the tokens; see `_keep`
+        self._hashed: OrderedDict[bytes, tuple[PrefixDigests, int]] = OrderedDict()  # and its tokens; see `_keep`
         self._hashed_tokens, self._most_tokens = 0, sum(pool.n_slots for pool in pools)
         plain = [pool for pool in pools if type(pool) is SlotPool]
         self._is_plain = len(plain) == len(pools)
@@ -72,23 +72,37 @@ class PrefixIndex:
                 break
         self._note(found, have, pool.whole_runs(full) * pool.block_size)
         if full > _PART:
-            self._keep(allocation)
+            self._keep(allocation.prefix_digests)
         return found
 
-    def _keep(self, allocation: BlockAllocation) -> None:
+    def _keep(self, digests: PrefixDigests) -> None:
         """Keep the digests of a prompt for later ones.
 
         They are found by the last block of each part. The request adds to them when its blocks are published.
         """
-        digests, tokens, end = allocation.prefix_digests, len(allocation.tokens), _PART
+        digests.on_growth = self._count_again
         with self._lock:
-            while end <= len(digests.known):
-                key = digests.known[end - 1]
-                self._hashed_tokens += tokens - self._hashed.pop(key, (digests, 0))[1]
-                self._hashed[key] = digests, tokens
-                end *= 2
-            while self._hashed_tokens > self._most_tokens:
-                self._hashed_tokens -= self._hashed.popitem(last=False)[1][1]
+            for key in _keys(digests):
+                self._hashed_tokens -= self._hashed.pop(key, (digests, 0))[1]
+                self._count(key, digests, 0)
+            self._forget_oldest()
+
+    def _count_again(self, digests: PrefixDigests) -> None:
+        """Count the tokens of digests that are kept, after their request has added to them."""
+        with self._lock:
+            for key in _keys(digests):
+                kept, tokens = self._hashed.get(key, (None, 0))
+                if kept is digests:
+                    self._count(key, digests, tokens)
+            self._forget_oldest()
+
+    def _count(self, key: bytes, digests: PrefixDigests, before: int) -> None:
+        self._hashed[key] = digests, digests.held_tokens
+        self._hashed_tokens += digests.held_tokens - before
+
+    def _forget_oldest(self) -> None:
+        while self._hashed_tokens > self._most_tokens:
+            self._hashed_tokens -= self._hashed.popitem(last=False)[1][1]
 
     def _note(self, found: list[int], replicas: int, tokens: int) -> None:
         """Set the tokens of the replicas with a bit."""
@@ -111,6 +125,14 @@ class PrefixIndex:
                     self._holders[digest] = left
                 else:
                     del self._holders[digest]
+
+
+def _keys(digests: PrefixDigests) -> Iterator[bytes]:
+    """The last block of each part, by which digests are found."""
+    end = _PART
+    while end <= len(digests.known):
+        yield digests.known[end - 1]
+        end *= 2
 
 
 class _Holder:

@@ -111,6 +111,26 @@ def test_a_prompt_takes_digests_of_an_earlier_one(seed, monkeypatch):
     assert min(equal[True], equal[False]) > 20
 
 
+def test_answers_are_counted_among_what_is_kept(monkeypatch):
+    """Every second request asks and is answered what the one before was, so the cache gets no block of it."""
+    monkeypatch.setattr(prefix_index, "_PART", 2)
+    pool = SlotPool(250, 4, policy="grow", prefix_cache=True)
+    index, most = PrefixIndex([pool]), 0
+    for number in range(40):
+        asked = allocation([number // 2] * 40)
+        index.cached_tokens(asked)
+        pool.admit(asked)
+        pool.extend(asked, 340)
+        for token in range(300):
+            pool.publish(asked, len(asked.tokens))
+            asked.tokens.append(token)
+            kept = {id(digests): len(digests._content) for digests, _ in index._hashed.values()}
+            assert sum(kept.values()) <= 1000, number  # what the pool holds
+            most = max(most, sum(kept.values()))
+        pool.release(asked)
+    assert most > 600
+
+
 def test_a_prompt_that_was_hashed_is_not_hashed_again():
     pool, tokens = SlotPool(900, 16, policy="grow", prefix_cache=True), [number % 251 for number in range(13_600)]
     index, other, first, again = PrefixIndex([pool]), allocation(tokens[5:30]), allocation(tokens), allocation(tokens)
