@@ -154,6 +154,18 @@ async def served(
                 await app.stop()
 
 
+async def some_traffic(it: Served) -> None:
+    """A request of each ending: length (twice), stop, end of sequence, cut short; and two refusals."""
+    await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))
+    await it.stub.Generate(pb.GenerateRequest(prompt="abc", max_tokens=4))
+    await it.stub.Generate(pb.GenerateRequest(prompt="abcd", max_tokens=9, stop_token_ids=[100]))
+    await it.stub.Generate(pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[97, 256])))
+    for wrong in (pb.GenerateRequest(prompt="a", top_p=2), pb.GenerateRequest(prompt="!", request_id="poisoned")):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await it.stub.Generate(wrong)
+    await it.app.handler.calls.wait_until_none()
+
+
 async def collect(call: Any) -> list[pb.GenerateResponse]:
     return [message async for message in call]
 
