@@ -104,7 +104,7 @@ class Scheduler:
         )
         self.fetches = PrefixFetches(pool, self.requests)
         self.drafting = None if speculation is None else Drafting(speculation, pool)
-        self.preemptions = self.drafted_tokens = self.accepted_tokens = self.withdrawals = 0  # totals since the start
+        self.preemptions = self.drafted_tokens = self.accepted_tokens = 0  # totals since the start
         self.outputs_of: Callable[..., OutputProcessor] = OutputProcessor  # a simulation has a simpler one
         self._in_flight: deque[PlanInFlight] = deque()
         self._to_trim: list[RequestState] = []
@@ -232,7 +232,6 @@ class Scheduler:
         """
         launched = self._in_flight[-1]
         launched.withdrawn.update(chunks)
-        self.withdrawals += len(chunks)
         for state in (launched.states[chunk] for chunk in chunks):
             if state.phase != Phase.ENDED:
                 self.requests.take_back_token(state)

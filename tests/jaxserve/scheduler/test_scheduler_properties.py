@@ -201,7 +201,7 @@ def test_a_crowd_with_drafts(n_stages, seed):
 def test_a_crowd_with_late_masks(policy, n_stages, seed):
     """The same with grammars, some of whose masks are late."""
     world = crowd(policy, "iteration", n_stages, seed, errs=0.2 if seed % 2 else None, grammars=0.6)
-    assert world.scheduler.withdrawals > 20
+    assert world.withdrawals > 20
 
 
 @stages_and_seeds(6)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from jaxserve.iteration import IterationPlan
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output import masks
@@ -63,6 +64,8 @@ class Held:
 def test_a_late_mask_delays_its_own_request_only(params, alone, monkeypatch, stages) -> None:
     held, engine = Held(monkeypatch), make_engine(params, tokenizer=TOKENIZER, stages=stages)
     answers, plain = Answers(), [request for _, request in traffic(12)]
+    plans: list[IterationPlan] = []
+    engine.record(lambda record: plans.append(record.plan))
     try:
         engine.submit(request_of("late", "json_schema"), answers)
         for request in plain:
@@ -71,7 +74,9 @@ def test_a_late_mask_delays_its_own_request_only(params, alone, monkeypatch, sta
             assert engine.step()
         assert held.begun.acquire(timeout=WAIT_SECONDS)
         assert len(answers.tokens["late"]) == 1, "the first mask comes with the grammar"
-        assert engine._loops[0].scheduler.withdrawals > 0
+        (row,) = {each.row for plan in plans for each in plan.admissions if each.request_id == "late"}
+        starts = [chunk.start for plan in plans for chunk in plan.chunks if chunk.row == row and chunk.samples]
+        assert len(starts) > len(set(starts)), "its last token is computed again"
         assert all(answers.tokens[r.request_id] == alone.tokens[r.request_id] for r in plain)
     finally:
         held.may_end.set()
