@@ -48,7 +48,7 @@ class RefusedWork:
             return work()
         self._waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(_REFUSED_THREAD, work)
+            return await _on(_REFUSED_THREAD, work)
         finally:
             self._waiting -= size
 
@@ -144,4 +144,17 @@ async def offload_if_long(size: int, work: Callable[..., _Result], *args: Any, *
 
 async def offload_if(is_long: bool, work: Callable[[], _Result]) -> _Result:
     """Does work, on another thread if it is long."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if is_long else work()
+    return await _on(_THREADS, work) if is_long else work()
+
+
+async def _on(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
+    """Does work on one of the threads.
+
+    A call that ends before a thread is free leaves no text in the queue.
+    """
+    waiting = [work]
+    del work
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: waiting.pop()())
+    finally:
+        waiting.clear()
