@@ -89,7 +89,7 @@ test-weekly: $(DEV_STAMP) $(TPU_STAMP) ## run what takes hours, and `make test` 
 	$(MAKE) test-aot AOT="-n 0 -m 'aot and weekly'"
 	$(MAKE) test-scale
 
-ACCELERATORS := tests/jaxserve/planning/test_compiled.py tests/jaxserve/planning/test_drawn_specs.py
+ACCELERATORS := tests/jaxserve/planning/test_compiled_for_accelerators.py tests/jaxserve/planning/test_drawn_specs.py
 # One test after another, for the tables that they print; three such runs beside each other.
 AOT = -n 0 -m 'aot and not weekly'
 test-aot: ## compile kernels and steps for accelerators that are not there

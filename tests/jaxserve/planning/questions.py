@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.planning import model_catalog
 from jaxserve.planning.deployment import Deployment
+from jaxserve.planning.hlo import CollectiveOp
+from jaxserve.planning.stage_load import Collective
 from sharding import devices, specs
 from sharding.spec import ShardingSpec
 
@@ -56,6 +60,9 @@ FALCON = {
 }
 SIZES: dict[str, Any] = {"dtype": "float32", "max_rows": 4, "buckets": (8,), "max_context": 256, "slots": 8192}
 SIZES["attention"] = "xla"  # which a CPU compiles too, whatever the topology
+# What a spec changes: activations split by their width, or tokens and slots by an axis of their own.
+BY_EMBED: dict[str, Any] = {"activations": {"embed": "tensor"}}
+BY_CONTEXT: dict[str, Any] = {"activations": {"tokens": "context"}, "pool": {"slots": "context"}}
 
 
 def question(
@@ -81,3 +88,14 @@ def named(name: str, topology: str, spec: ShardingSpec | None = None, **settings
         engine=EngineConfig(**settings),
         spec=spec or specs.default(config.family),
     )
+
+
+def payloads(deployment: Deployment, collectives: Iterable[Collective | CollectiveOp]) -> Counter[tuple[str, int]]:
+    """Bytes of the results of collectives in the largest bucket, by kind and devices of a group."""
+    tokens, counts = deployment.buckets[-1], Counter()
+    for each in collectives:
+        rows = 1
+        if isinstance(each, Collective):
+            rows = min(tokens, deployment.engine.max_rows) if each.per_row else tokens
+        counts[each.kind, each.group] += round(each.times * each.nbytes * rows)
+    return counts
