@@ -24,7 +24,7 @@ class SteadyPlan(IterationPlan):
     Attributes:
       steady: number of these rows.
       starts: sum of the positions that they compute.
-      listed: how many of the chunks are decodes; they come first.
+      listed: how many of the chunks are of rows that ran before; they come first, by key.
       group: which these rows are.
       number: of the plan among those of the group.
     """

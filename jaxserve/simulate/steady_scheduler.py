@@ -7,7 +7,7 @@ with the rows to which something else happens. Every decision is that of `Schedu
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -187,7 +187,7 @@ class SteadyScheduler(Scheduler):
         return ended + super().complete(plan, result)
 
     def _publish(self, plan: SteadyPlan) -> None:
-        """Publishes blocks that a plan's decodes completed, by key: the first of equal ones stays."""
+        """Publishes blocks that a plan's rows completed, by key: the first of equal ones stays."""
         publishing = plan.group.publishing
         rows = self._still_steady(publishing, plan.number)
         due = [(row.state, row.base + plan.number + 1) for row in rows]
@@ -195,8 +195,8 @@ class SteadyScheduler(Scheduler):
             state.tokens += [0] * (computed - len(state.tokens))
         if plan.listed:
             for state, chunk in zip(self._in_flight[0].states[: plan.listed], plan.chunks, strict=False):
-                if state.phase is not Phase.ENDED and chunk.start + 1 >= state.allocation.publish_at:
-                    due.append((state, chunk.start + 1))
+                if state.phase is not Phase.ENDED and chunk.start + chunk.length >= state.allocation.publish_at:
+                    due.append((state, chunk.start + chunk.length))
         for state, computed in sorted(due, key=_key_of_state) if len(due) > 1 else due:
             self.pool.publish(state.allocation, computed)
         for row in rows:
@@ -313,8 +313,11 @@ class SteadyScheduler(Scheduler):
             self.advanced(state.name, group.landed[first:landed])
         for launched, plan in zip(self._in_flight, self._plans, strict=True):
             if plan.group is group and first <= plan.number <= last:
-                launched.states.append(state)
-                plan.chunks += (Chunk(state.row, base + plan.number, 1, 1),)
+                # Running rows come first in a plan, by key.
+                at = bisect_right(launched.states, state.key, hi=plan.listed, key=_by_key)
+                launched.states.insert(at, state)
+                plan.chunks = (*plan.chunks[:at], Chunk(state.row, base + plan.number, 1, 1), *plan.chunks[at:])
+                plan.listed += 1
                 plan.steady -= 1
                 plan.starts -= base + plan.number
                 state.in_flight += 1

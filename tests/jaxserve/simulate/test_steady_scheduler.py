@@ -138,6 +138,23 @@ def test_batches_that_share_all_rows_have_the_same_outcomes(seed):
     )
 
 
+def test_a_row_listed_again_completes_its_blocks_in_its_turn():
+    """Of equal blocks that one plan completes, that of the first row stays."""
+    engine = SimulatedEngine(
+        config=EngineConfig(max_rows=2, buckets=SIZES),
+        seconds=seconds,
+        costs=tuple(BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n, slots_read=8) for n in SIZES),
+        slot_milliseconds=0.01,
+        slots=160,
+        groups=CacheGroups(block_size=1, max_context=160, n_rows=4, most_tokens=64),
+    )
+    coming = [(0.037, 5, 17, "b"), (0.045, 32, 4, "b"), (0.056, 10, 12, "b"), (0.066, 23, 71, "a")]
+    check(
+        engine,
+        [Arrival(time, np.zeros(prompt, np.int32), output, output, 0, who) for time, prompt, output, who in coming],
+    )
+
+
 @pytest.mark.parametrize(("stages", "target"), [(1, None), (3, None), (3, 0.5)])
 def test_most_rows_are_counted(stages, target):
     counted, listed = 0, 0
