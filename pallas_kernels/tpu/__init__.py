@@ -162,13 +162,13 @@ class TpuBackend:
             out, pool = decodes.attend(
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
-            out = out[..., : shape.num_kv_heads * shape.head_dim]
+            out, n_decodes = out[..., : shape.num_kv_heads * shape.head_dim], bounds[cuts.cores(shape)]
+            if meta.prompts is None:  # before heads are split, so that a compiler need not split them
+                out = jnp.where(jnp.arange(n_chunks)[:, None, None] < n_decodes, out, 0.0)
             found = [_by_head(out[:, : shape.group], shape)]
             if shape.slot_parts > 1:
                 found.append(_by_head(out[:, shape.group :], shape)[..., :1])
-            token = jnp.arange(n_tokens)[:, None, None]
             found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0), (0, 0))) for each in found]
-            rest: list[Any] = [0.0] * len(found)
             if meta.prompts is not None:
                 queries = _tiles(q, shape, cut.tile)
                 of_prompts = prompts.attend(
@@ -184,10 +184,11 @@ class TpuBackend:
                     **static,
                 )[:, :, :n_tokens]
                 of_prompts = of_prompts.transpose(2, 0, 1, 3).reshape(n_tokens, shape.num_heads, -1)
+                token = jnp.arange(n_tokens)[:, None, None]
                 rest = [of_prompts[..., : shape.head_dim], of_prompts[..., -1:]]
                 rest = [jnp.where(token < meta.prompts.bounds[1], each, 0.0) for each in rest]
-            is_decode = token < bounds[cuts.cores(shape)]
-            out, *lse = (jnp.where(is_decode, *each) for each in zip(found, rest, strict=False))
+                found = [jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=False)]
+            out, *lse = found
             return (PartialAttention(out.astype(q.dtype), lse[0][..., 0]) if lse else out.astype(q.dtype)), pool
 
 
