@@ -34,6 +34,10 @@ from pallas_kernels.tpu.layout import (
 _MOST_SLOTS = 128  # slots of a block by default
 # Bytes of block tables that fit scalar memory: compiled for all five generations; v5e refuses 1 MiB.
 _MOST_TABLES = 960 * 1024
+# Up to as many, rows are put together as a layer's product has them: XLA then sees that nothing changed q, k and v, and
+# lays them out in one operation. That takes one more copy of them in memory, which many rows would make large. With
+# several queries for a KV head it saves nothing.
+_FEW_ROWS = 64
 
 
 class PromptMetadata(NamedTuple):
@@ -254,8 +258,11 @@ def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
 def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
     """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
     n_chunks = len(q)
-    queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim).swapaxes(1, 2)
-    parts = [_packed(queries, shape), _packed(new.kv[:, :n_chunks], shape).swapaxes(0, 1)]
+    queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim)
+    if new.scales is None and shape.group == 1 and n_chunks <= _FEW_ROWS:
+        heads = [part.astype(jnp.float32) for part in (queries, *(each[:n_chunks, :, None] for each in new.kv))]
+        return _packed(jnp.concatenate(heads, axis=2).swapaxes(1, 2), shape)
+    parts = [_packed(queries.swapaxes(1, 2), shape), _packed(new.kv[:, :n_chunks], shape).swapaxes(0, 1)]
     if new.scales is not None:
         scales = jnp.repeat(new.scales[:, :n_chunks, :, None], shape.head_dim, axis=-1)
         parts.append(_packed(scales, shape).swapaxes(0, 1))

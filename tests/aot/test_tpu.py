@@ -23,6 +23,7 @@ from jaxserve.planning import compiled, hlo, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
 from jaxserve.runner import compiler_options, matmul
+from pallas_kernels import tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
 from pallas_kernels.tpu.layout import round_up
@@ -55,14 +56,16 @@ SHAPES = [
     (16, 1, 64, "bfloat16", "bfloat16"),
     (32, 8, 128, "bfloat16", "int8"),
 ]
-# Tokens, rows, context: one of decodes only, a mixed one, one of the most rows and the longest contexts, with prompts.
+# Tokens, rows, context: one of decodes only, a mixed one, one of the most rows and the longest contexts, with prompts;
+# the most rows that are laid out in one operation.
 DECODES, MIXED, LARGE, PROMPTS = (16, 16, 2048), (256, 16, 2048), (512, 512, 32768), (2048, 512, 32768)
+FEW = (tpu._FEW_ROWS, tpu._FEW_ROWS, 2048)
 # Of which the code is held to ceilings: enough tokens for products of every size.
 HELD = (*SHAPES[0], (512, 16, 2048))
 CASES = (
     [HELD]
     + [(*shape, MIXED) for shape in SHAPES[1:]]
-    + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE), (*SHAPES[8], PROMPTS)]
+    + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE), (*SHAPES[8], PROMPTS), (*SHAPES[8], FEW)]
 )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import api
+from pallas_kernels import api, tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, cores
+from pallas_kernels.tpu.layout import lanes_of
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
@@ -118,6 +119,30 @@ def test_kernels_of_a_program(decodes_only, kernels):
     q, slopes = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((8, 2, 128), (2,)))
     text = jax.jit(step).trace(q, backend.pool(shape, 8), batch, slopes).lower(lowering_platforms=("tpu",)).as_text()
     assert re.findall(r'kernel_name = "attention_(\w+)"', text) == kernels
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 128), (3, 80), (1, 64)])
+@pytest.mark.parametrize(("dtype", "pool"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_many_rows_are_laid_out_as_few(monkeypatch, heads, dim, dtype, pool):
+    """In an order of operations of their own, of which the kernel must see nothing."""
+    shape = AttentionShape(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim,
+        dtype=jnp.dtype(dtype),
+        pool_dtype=jnp.dtype(pool),
+        alibi=True,
+    ).with_blocks(16, 64)
+    rng = np.random.default_rng(0)
+    q, k, v = jnp.asarray(rng.standard_normal((3, 5, heads, dim)), dtype)
+    few, made = tpu._decode_rows(q, tpu._new(k, v, shape), shape), []
+    monkeypatch.setattr(tpu, "_FEW_ROWS", 4)
+    packed = tpu._packed
+    monkeypatch.setattr(tpu, "_packed", lambda x, shape: made.append(x) or packed(x, shape))
+    many = tpu._decode_rows(q, tpu._new(k, v, shape), shape)
+    assert len(made) == 2  # queries by themselves
+    assert few.shape == (5, 3, lanes_of(shape))
+    np.testing.assert_array_equal(few, many)
 
 
 @pytest.mark.parametrize("kernel", [decodes._DecodeKernel, prompts._PromptKernel, writes._WriteKernel])
