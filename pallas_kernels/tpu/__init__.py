@@ -167,7 +167,7 @@ class TpuBackend:
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
             out, n_decodes = out[..., : shape.num_kv_heads * shape.head_dim], bounds[cuts.cores(shape)]
-            if meta.prompts is None:  # before heads are split, so that a compiler need not split them
+            if meta.prompts is None:  # one operation in this shape, and three once heads are split
                 out = jnp.where(jnp.arange(n_chunks)[:, None, None] < n_decodes, out, 0.0)
             found = [_by_head(out[:, : shape.group], shape)]
             if shape.slot_parts > 1:
