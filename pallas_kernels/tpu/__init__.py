@@ -157,7 +157,7 @@ class TpuBackend:
         with jax.named_scope("attention_write"):
             new = _new(k, v, shape)
             if meta.prompts is not None:
-                around = _with_room(new, shape)
+                around = _padded(new, shape)
                 pool = writes.write(around, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
@@ -275,7 +275,7 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
     return out.reshape(len(out), shape.num_heads, shape.head_dim)
 
 
-def _with_room(new: TpuPool, shape: AttentionShape) -> TpuPool:
+def _padded(new: TpuPool, shape: AttentionShape) -> TpuPool:
     """New keys and values, padded as `writes.write` reads them."""
     size, n_tokens = shape.block_size, new.kv.shape[1]
     tile = slot_tile(shape.pool_dtype)

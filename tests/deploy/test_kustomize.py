@@ -150,7 +150,7 @@ def test_nothing_may_do_more_than_it_needs(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*SINGLE, *GROUPS])
-def test_who_reaches_the_front_door_reaches_the_front_alone(folder: str) -> None:
+def test_only_the_front_has_the_labels_of_the_service(folder: str) -> None:
     objects = render(folder)
     front = templates(objects)["front"]
     labels = front["metadata"]["labels"]

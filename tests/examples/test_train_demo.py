@@ -61,7 +61,7 @@ def card_figures():
     return {name: (float(token), float(word)) for name, token, word in rows}, float(share[1]) / 100
 
 
-def test_the_model_fits_its_room():
+def test_the_model_is_small_enough_for_the_wheel():
     sizes = {name: (DEMO_MODEL / name).stat().st_size for name in train.FILES}
     assert sum(sizes.values()) < 12e6, sizes
 

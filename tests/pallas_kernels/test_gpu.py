@@ -77,7 +77,7 @@ def test_longer_chunks_become_tiles_and_decodes_do_not():
     assert tiles_of([1, 1, 0], [4, 4, 0], 8) == []
 
 
-def test_a_full_bucket_has_room_for_all_its_tiles():
+def test_a_full_bucket_holds_all_its_tiles():
     assert len(tiles_of([130] * 3 + [122], [130] * 3 + [122], 512)) == 7
     assert len(tiles_of([2] * 32, [2] * 32, 64)) == 32
 

@@ -125,7 +125,7 @@ def test_a_request_keeps_only_its_window_in_one_group():
     assert [each.blocks.num_available for each in pool.pools] == [40, 12]
 
 
-def test_every_group_must_have_room():
+def test_every_group_must_have_blocks():
     pool = pair(first=40, second=10)  # two requests of four blocks, and eight tokens
     first, second, third = allocation(20), allocation(20), allocation(20)
     for each in (first, second):
@@ -135,9 +135,9 @@ def test_every_group_must_have_room():
     assert pool.can_admit(allocation(1, max_length=4)) is False
     pool.release(first)
     assert pool.can_admit(third)
-    roomy = pair(first=7, second=40)
-    run(roomy, allocation(20))
-    assert not roomy.can_admit(allocation(12))  # the other group is short
+    larger = pair(first=7, second=40)
+    run(larger, allocation(20))
+    assert not larger.can_admit(allocation(12))  # the other group is short
 
 
 def test_a_prefix_is_found_as_far_as_every_group_has_it():

@@ -96,7 +96,7 @@ def test_only_what_was_accepted_is_published(drawn, published) -> None:
     assert made.pool.blocks.num_cached == published
 
 
-def test_prompts_leave_no_room_for_drafts() -> None:
+def test_prompts_leave_no_tokens_for_drafts() -> None:
     made = scheduler({4: (5, 6, 7), 5: (5, 6, 7)})
     made.submit(request("a"))
     made.complete(planned(made), answer(9))

@@ -81,7 +81,7 @@ def test_reserve_pays_for_cached_blocks_that_nobody_holds():
     assert not slots.can_admit(allocation([1], max_length=1))
 
 
-def test_grow_sets_aside_the_known_tokens_and_room_to_grow():
+def test_grow_sets_aside_blocks_for_known_tokens_and_growth():
     slots = pool(growth=6)  # a block and a half for each allocation
     assert slots.can_admit(allocation(range(40), max_length=40))  # alone: all of it
     first = allocation(range(9))

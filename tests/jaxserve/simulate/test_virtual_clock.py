@@ -87,7 +87,7 @@ def test_stages_keep_a_request_in_one_batch():
     assert [len(each.token_times) for each in outcomes] == [1 + index % 7 for index in range(40)]
 
 
-def test_a_polling_host_sees_who_arrives_while_it_has_room():
+def test_a_polling_host_sees_arrivals_while_it_can_launch():
     coming = [arrival(0.0, output=2), arrival(0.5, output=1)]
     blocked = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2)
     polled = run(coming, scheduler(rows=1, stages=2), 1.0, stages=2, in_flight=2, host=HostTimes(polls=True))
