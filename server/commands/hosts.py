@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jaxserve.multihost import clusters
 from jaxserve.multihost.config import CLUSTER_PARAMS, ClusterConfig, TlsFiles, check_settings
+from jaxserve.multihost.process_watchdog import end_process
 from server.commands import flags
 from server.commands.console import Progress, say, user_errors
 from server.commands.settings import HOSTS_SECRET
@@ -133,8 +134,8 @@ def follow(
     profile: str | Path | None = None,
     *,
     alive: Callable[[float], None] = lambda _: None,
-) -> int:
-    """Runs a host other than host 0. Returns 0 once host 0 has ended. Raises UserError.
+) -> NoReturn:
+    """Runs a host other than host 0, and ends the process with it. Raises UserError.
 
     Args:
       profile: directory for captures of jax's profiler, or None.
@@ -156,7 +157,7 @@ def follow(
             profiler=None if profile is None else Profiler(profile),
         )
     say("stopped")
-    return 0
+    end_process(exit_codes.ENDED)  # without Python's own end, where threads of libraries may wait for each other
 
 
 async def follow_in_own_process(

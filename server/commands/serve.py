@@ -11,7 +11,6 @@ import socket
 import sys
 from pathlib import Path
 
-from jaxserve.multihost.process_watchdog import end_process
 from jaxserve.profiler import Profiler
 from server import tls
 from server.auth import ApiKeys
@@ -93,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=chosen.log_level.upper())
     if chosen.cluster is not None and chosen.cluster.host:
         if chosen.in_process:
-            code = hosts.follow(chosen.model, chosen.engine, chosen.cluster, chosen.profile)
-            end_process(code)  # libraries' threads may wait for each other while Python ends
+            return hosts.follow(chosen.model, chosen.engine, chosen.cluster, chosen.profile)
         return asyncio.run(
             hosts.follow_in_own_process(chosen.model, chosen.engine, chosen.cluster, chosen.restarts, chosen.profile)
         )

@@ -153,8 +153,7 @@ def _started(channel: socket.socket, job: EngineJob, make: MakeEngine) -> Any:
         send(channel, messages.to_front(alive_seconds=seconds))
 
     if job.cluster is not None and job.cluster.host:
-        # Without the interpreter's own end, which may be slow and look like a process that hangs.
-        end_process(hosts.follow(Path(job.model), job.config, job.cluster, job.profile, alive=alive))
+        hosts.follow(Path(job.model), job.config, job.cluster, job.profile, alive=alive)
     with user_errors():
         try:
             return make(job, progress)
