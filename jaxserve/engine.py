@@ -19,11 +19,10 @@ from jaxserve.demo import DEMO_MODEL
 from jaxserve.errors import InvalidRequest, QueueFull
 from jaxserve.generation import defaults
 from jaxserve.generation.calls import GenerationCalls
-from jaxserve.generation.streaming import Sink
 from jaxserve.loop import EngineLoop
 from jaxserve.models.schema import ModelConfig
 from jaxserve.progress_bars import progress_bars
-from jaxserve.request import Request
+from jaxserve.request import Request, Sink
 from jaxserve.runner.stage import Progress
 from jaxserve.scheduler import routing
 from jaxserve.scheduler.block_allocation import BlockAllocation

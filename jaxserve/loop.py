@@ -11,15 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxserve.errors import EngineStopped
-from jaxserve.generation.streaming import Sink
+from jaxserve.errors import EngineStopped, InvalidRequest
 from jaxserve.inbox import Inbox
 from jaxserve.iteration import IterationPlan
-from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, Sink, TokenEvent
 from jaxserve.runner import batch
 from jaxserve.runner.compilations import compilations
 from jaxserve.runner.host_blocks import HostBlocks
@@ -28,23 +26,11 @@ from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketCost
 from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.state import Caller, RequestState, StateEvent
 from jaxserve.stats import IterationStats, Load
 from jaxserve.structured_output.matcher import CompiledGrammar
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _LiveRequest:
-    """A request from its submission to its last event.
-
-    Attributes:
-      started: monotonic seconds at which it first got a row, until an event has told the caller.
-    """
-
-    sink: Sink
-    outstanding: OutstandingTokens
-    started: float | None = None
 
 
 class EngineLoop:
@@ -69,7 +55,7 @@ class EngineLoop:
         self.stats = IterationStats(index, costs)
         self._host = host
         self._inbox = Inbox()
-        self._live: dict[str, _LiveRequest] = {}
+        self._live = scheduler.requests.live
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         # Callers count what they submit, the loop what it has taken in and done: neither waits for the other.
@@ -143,28 +129,27 @@ class EngineLoop:
     def _note_starts(self, plan: IterationPlan) -> None:
         """Remember when requests first get a row."""
         for admission in plan.admissions:
-            live = self._live.get(admission.request_id)
-            if live is not None and live.outstanding.prompt and live.started is None:
-                live.started = time.monotonic()
+            caller = self._live[admission.request_id].caller
+            assert caller is not None
+            if caller.outstanding.prompt and caller.started is None:
+                caller.started = time.monotonic()
 
-    def _emit(self, events: Iterable[TokenEvent]) -> None:
-        """Hand each sink its events, and forget the requests that have ended."""
+    def _emit(self, events: Iterable[StateEvent]) -> None:
+        """Hand each sink its events."""
         by_sink: dict[Sink, list[TokenEvent]] = {}
-        for event in events:
-            live = self._live.get(event.request_id)
-            if live is None:
-                continue
-            if live.started is not None:
-                event, live.started = event._replace(started=live.started), None
-            by_sink.setdefault(live.sink, []).append(event)
+        for state, event in events:
+            caller = state.caller
+            assert caller is not None
+            if caller.started is not None:
+                event, caller.started = event._replace(started=caller.started), None
+            by_sink.setdefault(caller.sink, []).append(event)
             if event.token_ids or event.finish_reason is not None:
-                self._done_prompts += live.outstanding.prompt  # 0 after the first token
+                self._done_prompts += caller.outstanding.prompt  # 0 after the first token
             if generated := len(event.token_ids):
                 self.stats.generated_tokens += generated
-                self._done_work += live.outstanding.generated(generated)
+                self._done_work += caller.outstanding.generated(generated)
             if event.finish_reason is not None:
-                self._done_work += live.outstanding.tokens
-                del self._live[event.request_id]
+                self._done_work += caller.outstanding.tokens
                 self.pipeline.remove_grammar(event.request_id)
         for sink, theirs in by_sink.items():
             try:
@@ -187,7 +172,9 @@ class EngineLoop:
     def _end_all(self, reason: FinishReason, error: str) -> None:
         self._inbox.close()
         self._inbox.drain()
-        self._emit([TokenEvent(request_id, finish_reason=reason, error=error) for request_id in list(self._live)])
+        ended = [(state, TokenEvent(name, finish_reason=reason, error=error)) for name, state in self._live.items()]
+        self._live.clear()
+        self._emit(ended)
 
     # Calls from other threads
 
@@ -216,22 +203,25 @@ class EngineLoop:
                     "the engine takes no more requests" if self._failure is None else "the engine has failed"
                 )
             outstanding = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
-            self._live[request.request_id] = _LiveRequest(sink, outstanding)
+            caller = Caller(sink, outstanding)
+            state = RequestState.of(request, self.scheduler.eos_token_ids, allocation, caller)
+            self.scheduler.requests.register(state)
             self._submitted_requests += 1
             self._submitted_tokens += len(request.prompt)
             self._submitted_prompts += outstanding.prompt
             self._submitted_work += outstanding.tokens
-            self._inbox.post(partial(self._receive, request, allocation, grammar))
+            self._inbox.post(partial(self._receive, state, grammar))
 
-    def _receive(self, request: Request, allocation: BlockAllocation | None, grammar: CompiledGrammar | None) -> None:
+    def _receive(self, state: RequestState, grammar: CompiledGrammar | None) -> None:
+        request = state.request
         self._received_requests += 1
         self._received_tokens += len(request.prompt)
         if grammar is not None:
             self.pipeline.add_grammar(request.request_id, request.sampling, grammar)
         try:
-            self.scheduler.submit(request, allocation)
-        except ValueError as error:
-            self._emit([TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(error))])
+            self.scheduler.enqueue(state)
+        except InvalidRequest as error:
+            self._emit([(state, TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=str(error)))])
 
     def abort(self, request_id: str) -> None:
         """End a request within one iteration, if it is live here."""

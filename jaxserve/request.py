@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -108,3 +109,6 @@ class TokenEvent(NamedTuple):
         alone = {"token_ids": first.token_ids, "logprobs": first.logprobs, "top_logprobs": first.top_logprobs}
         rest[-1] = rest[-1]._replace(finish_reason=self.finish_reason)
         return [self._replace(**alone, finish_reason=None), *rest]
+
+
+Sink = Callable[[list[TokenEvent]], None]  # takes events of one iteration, those of all its requests together

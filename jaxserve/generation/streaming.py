@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,12 @@ from jaxserve.generation.completion import Assembler, Completion, Delta
 from jaxserve.generation.parsing import parse_request
 from jaxserve.generation.samples import MAX_SAMPLES, PromptScores, best, expand_samples, without_fork_scores
 from jaxserve.models.schema import ModelConfig
-from jaxserve.request import Alternatives, FinishReason, Pooling, Request, TokenEvent
+from jaxserve.request import Alternatives, FinishReason, Pooling, Request, Sink, TokenEvent
 from jaxserve.sampling_params import SAMPLING_PARAMS
 from jaxserve.scheduler.limits import Limits
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or the fields of a request
-Sink = Callable[[list[TokenEvent]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

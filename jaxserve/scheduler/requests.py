@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.host_cache import Fetch
 from jaxserve.scheduler.parallel_samples import ParallelSampleGroups
@@ -25,7 +26,7 @@ class RequestTable:
     """Moves requests between phases and keeps the counts of each.
 
     Attributes:
-      live: requests that have not ended, by id.
+      live: requests that have not ended, by id; those included that are in no queue yet.
       waiting: requests in phase WAITING, except deferred samples.
       running: requests in phase RUNNING, by key.
       num_counted / counted_slots: others in phase RUNNING, which decode and are only counted (in the simulator), and
@@ -73,9 +74,29 @@ class RequestTable:
         """Requests with work in the batch or a last token in flight."""
         return len(self.running) + self.num_counted + sum(self.finishing.values())
 
-    def add(self, state: RequestState) -> None:
-        """Add a new request to the waiting queue."""
-        self.live[state.name] = state
+    def register(self, state: RequestState) -> None:
+        """Add a new request, which is in no queue yet. Any thread may call it.
+
+        Raises:
+          ValueError: a live request has its id.
+        """
+        if self.live.setdefault(state.name, state) is not state:
+            raise ValueError(f"request_id {state.name!r} is in use by a request that has not finished")
+
+    def enqueue(self, state: RequestState) -> None:
+        """Add a registered request to the waiting queue.
+
+        If it names another sample of its prompt, it joins that one's group.
+
+        Raises:
+          InvalidRequest: it names a request with another prompt. It is no longer live.
+        """
+        if (fork_of := state.request.fork_of) is not None:
+            try:
+                self.samples.join(state, self.live.get(fork_of))
+            except InvalidRequest:
+                del self.live[state.name]
+                raise
         self.waiting.join(state)
         self.waiting.push(state)
 
@@ -160,7 +181,7 @@ class RequestTable:
         self.waiting.push(state)
 
     def end(self, state: RequestState) -> None:
-        """Remove a request, whatever its phase. The caller releases its blocks."""
+        """End a request, whatever its phase. The caller releases its blocks."""
         was_deferred = self.samples.leave(state)
         self.waiting.leave(state)
         if state.phase == Phase.WAITING:
@@ -178,7 +199,6 @@ class RequestTable:
             self.preempted_tokens -= state.length
         state.phase = Phase.ENDED
         self.leave_row(state)
-        del self.live[state.name]
 
     def leave_row(self, state: RequestState) -> None:
         """Free the row of a request, unless a plan in flight must not share it."""

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from jaxserve.iteration import BlockCopy, Chunk, IterationPlan, IterationResult, PooledRange, SamplerVariant
 from jaxserve.request import FinishReason, Request, TokenEvent
-from jaxserve.scheduler.block_allocation import BlockAllocation
 from jaxserve.scheduler.buckets import BucketLadder
 from jaxserve.scheduler.drafting import Drafting
 from jaxserve.scheduler.order import ArrivalOrder, RequestOrder
@@ -26,7 +25,7 @@ from jaxserve.scheduler.prefix_fetches import PrefixFetches
 from jaxserve.scheduler.requests import RequestTable
 from jaxserve.scheduler.row_parts import Pool
 from jaxserve.scheduler.speculation import Speculation
-from jaxserve.scheduler.state import Phase, RequestState
+from jaxserve.scheduler.state import Phase, RequestState, StateEvent
 from jaxserve.scheduler.tenants import FairQueue
 
 
@@ -50,14 +49,12 @@ class Scheduler:
 
     The request order admits requests, and prompts get the tokens that a plan has left in the same order. Decodes go
     before prompts. Within a tenant one key that never changes orders everything; tenants take turns (see `tenants`).
-
     The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
 
     With a `fixed_chunk` a prompt is cut at its multiples alone, so that its arithmetic does not depend on the batch. A
     piece that does not fit an iteration waits for the next, and every plan asks for the same sampler.
 
     Rows with a grammar are planned like others. `withdraw` removes the samples whose mask is late.
-
     With a `speculation`, iterations without prompt tokens may carry drafts. If plans in flight share rows, no plan is
     launched before a plan with drafts has landed.
     """
@@ -88,7 +85,7 @@ class Scheduler:
         self._max_rows = max_rows
         self.max_context = max_context
         self._fixed_chunk = fixed_chunk
-        self._eos = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._most_in_flight = most
         self._exclusive = n_stages > 1  # rows of plans in flight are disjoint
         batches = most if self._exclusive else 1
@@ -131,37 +128,37 @@ class Scheduler:
         """Whether any request waits or runs, or a plan is in flight."""
         return bool(self.requests.live or self._in_flight)
 
-    def submit(self, request: Request, allocation: BlockAllocation | None = None) -> None:
+    def submit(self, request: Request) -> None:
         """Add a request to the queue. The caller has checked that it can run (`state.check_fits`).
-
-        Args:
-          allocation: a result of `state.allocation_of`, if the request's prompt was looked up before.
 
         Raises:
           InvalidRequest: `fork_of` names a request with another prompt.
           ValueError: a live request has its id.
         """
-        if request.request_id in self.requests.live:
-            raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        state = RequestState.of(request, self._eos, allocation)
-        uncached = len(state.tokens) - self.pool.cached_tokens(state.allocation)
-        state.key = (self.order.key(request.arrival, request.priority, uncached), self._submitted)
-        self._submitted += 1
-        if request.fork_of is not None:
-            self.requests.samples.join(state, self.requests.live.get(request.fork_of))
-        self.requests.add(state)
+        state = RequestState.of(request, self.eos_token_ids)
+        self.requests.register(state)
+        self.enqueue(state)
 
-    def abort(self, request_id: str) -> list[TokenEvent]:
+    def enqueue(self, state: RequestState) -> None:
+        """Add a registered request to the queue (see `submit`)."""
+        self._set_key(state)
+        self.requests.enqueue(state)
+
+    def _set_key(self, state: RequestState) -> None:
+        uncached = len(state.tokens) - self.pool.cached_tokens(state.allocation)
+        state.key = (self.order.key(state.request.arrival, state.request.priority, uncached), self._submitted)
+        self._submitted += 1
+
+    def abort(self, request_id: str) -> list[StateEvent]:
         """Ends a request now and releases its blocks; its last event, or none if it is not live."""
-        state = self.requests.live.get(request_id)
-        if state is None:
+        if (state := self.requests.live.get(request_id)) is None:
             return []
         self._end(state)
-        return [TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached)]
+        return [(state, TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached))]
 
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes, and never publish what has been computed so far."""
-        self.pool.flush(state.allocation for state in self.requests.live.values())
+        self.pool.flush([state.allocation for state in list(self.requests.live.values())])
 
     def schedule(self) -> IterationPlan | None:
         """The next plan, to be launched at once; None if nothing can run before a plan completes."""
@@ -191,12 +188,12 @@ class Scheduler:
         self._fill_with_prompts(plan, min(bucket, budget) - decodes)
         return self._launch(plan, bucket)
 
-    def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
+    def complete(self, plan: IterationPlan, result: IterationResult) -> list[StateEvent]:
         """Apply the result of the oldest plan in flight; one event per request that advanced."""
         launched = self._in_flight.popleft()
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
-        events: list[TokenEvent] = []
-        outputs = self.outputs_of(result, plan.drafts, self._eos)
+        events: list[StateEvent] = []
+        outputs = self.outputs_of(result, plan.drafts, self.eos_token_ids)
         ended, preempted = Phase.ENDED, Phase.PREEMPTED  # looked up once for all rows
         scores, pooled, withdrawn = launched.scores, launched.pooled, launched.withdrawn
         for index, (state, chunk) in enumerate(zip(launched.states, plan.chunks, strict=True)):
@@ -214,7 +211,7 @@ class Scheduler:
             if pooled and index in pooled:
                 event = state.add_pooled(result, pooled[index], event)
             if event is not None:
-                events.append(event)
+                events.append((state, event))
             if computed >= state.allocation.publish_at:
                 self.pool.publish(state.allocation, computed)
             if state.phase == preempted:
@@ -388,3 +385,7 @@ class Scheduler:
     def _end(self, state: RequestState) -> None:
         self.requests.end(state)
         self.pool.release(state.allocation)
+        self._forget(state)
+
+    def _forget(self, state: RequestState) -> None:
+        del self.requests.live[state.name]

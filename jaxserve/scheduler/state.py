@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.iteration import Admission, IterationResult, SamplerVariant
-from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request, Sink, TokenEvent
 from jaxserve.scheduler.block_allocation import BlockAllocation
+from jaxserve.scheduler.routing import OutstandingTokens
 from jaxserve.scheduler.speculation import RequestDrafts
 
 if TYPE_CHECKING:
@@ -27,6 +28,19 @@ class Phase(enum.IntEnum):
     PREEMPTED = 2  # its blocks are released; it returns to the queue when its last chunk in flight has landed
     FINISHING = 3  # its last token is in flight
     ENDED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """Who submitted a request to an engine loop, and what the loop counts for it.
+
+    Attributes:
+      started: monotonic seconds at which the request first got a row, until an event has told the caller.
+    """
+
+    sink: Sink
+    outstanding: OutstandingTokens
+    started: float | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -51,6 +65,7 @@ class RequestState:
       drafts: its draft history, once drafts were considered for it.
       tenant: whose turn it takes; set when the request is added.
       samples: the group of requests with the same prompt that it shares keys and values with, if any.
+      caller: who submitted it to the engine loop, if one runs the scheduler. Only the loop reads it.
     """
 
     name: str
@@ -76,6 +91,7 @@ class RequestState:
     cached: int = 0
     drafts: RequestDrafts | None = None
     samples: ParallelSamples | None = None
+    caller: Caller | None = None
     tenant: TenantQueue = field(init=False)
 
     @property
@@ -85,7 +101,11 @@ class RequestState:
 
     @classmethod
     def of(
-        cls, request: Request, eos_token_ids: frozenset[int], allocation: BlockAllocation | None = None
+        cls,
+        request: Request,
+        eos_token_ids: frozenset[int],
+        allocation: BlockAllocation | None = None,
+        caller: Caller | None = None,
     ) -> RequestState:
         """The state of a new request; its key is to be set.
 
@@ -116,6 +136,7 @@ class RequestState:
             score_end=len(tokens) - 1 if sampling.prompt_logprobs is not None else 0,
             to_pool=len(tokens) - 1 if request.pooling == "last" else 0,
             pool_end=0 if request.pooling is None else len(tokens),
+            caller=caller,
         )
 
     def admission(self) -> Admission:
@@ -146,6 +167,9 @@ class RequestState:
             is_eos = token in eos_token_ids and not self.request.sampling.ignore_eos
             return FinishReason.EOS if is_eos else FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) == self.limit else None
+
+
+StateEvent = tuple[RequestState, TokenEvent]  # what an iteration did for a request, and whose state it is
 
 
 def allocation_of(request: Request) -> BlockAllocation:

@@ -10,9 +10,9 @@ import heapq
 from typing import Any
 
 from jaxserve.iteration import IterationPlan, IterationResult
-from jaxserve.request import FinishReason, Request, TokenEvent
-from jaxserve.scheduler.block_allocation import BlockAllocation
+from jaxserve.request import FinishReason, TokenEvent
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.state import RequestState, StateEvent
 
 
 class StaticBatchScheduler(Scheduler):
@@ -27,11 +27,10 @@ class StaticBatchScheduler(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
         """Take the arguments of `Scheduler`."""
         super().__init__(*args, **settings)
-        self._next: list[tuple[tuple[float, int], Request]] = []  # a heap: requests that wait for the next batch
+        self._next: list[tuple[tuple[float, int], RequestState]] = []  # a heap: requests that wait for the next batch
         self._next_tokens = 0
-        self._arrivals = 0
-        self._held: list[TokenEvent] = []  # until the batch has ended
-        self._keys: dict[str, tuple[float, int]] = {}  # of requests whose last event has not been emitted
+        self._batch: dict[str, RequestState] = {}  # those of its requests that have not ended
+        self._held: list[StateEvent] = []  # until the batch has ended
 
     @property
     def num_waiting(self) -> int:
@@ -43,72 +42,75 @@ class StaticBatchScheduler(Scheduler):
         """Tokens of the requests without a row."""
         return super().waiting_tokens + self._next_tokens
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any request waits or runs, or an event is held back."""
-        return super().has_work or bool(self._next or self._held)
-
-    def submit(self, request: Request, allocation: BlockAllocation | None = None) -> None:
-        """Queue `request` for the next batch (see `Scheduler.submit`).
+    def enqueue(self, state: RequestState) -> None:
+        """Queue a request for the next batch (see `Scheduler.enqueue`).
 
         Parallel samples share nothing.
         """
-        if request.request_id in self._keys:
-            raise ValueError(f"request_id {request.request_id!r} is in use by a request that has not finished")
-        key = (self.order.key(request.arrival, request.priority, len(request.prompt)), self._arrivals)
-        self._arrivals += 1
-        self._keys[request.request_id] = key
-        self._queue(key, request)
+        state.request = dataclasses.replace(state.request, fork_of=None)
+        self._set_key(state)
+        self._queue(state)
 
-    def abort(self, request_id: str) -> list[TokenEvent]:
+    def abort(self, request_id: str) -> list[StateEvent]:
         """End a request now and drop its events.
 
         Returns its last event, and the events of the batch if it was the last to run.
         """
-        if request_id not in self._keys:
+        state = self.requests.live.get(request_id)
+        if state is None:
             return []
-        ended = super().abort(request_id) or [TokenEvent(request_id, finish_reason=FinishReason.ABORTED)]
-        for entry in [entry for entry in self._next if entry[1].request_id == request_id]:
+        if request_id in self._batch:
+            self._end(state)
+        for entry in [entry for entry in self._next if entry[1] is state]:
             self._next.remove(entry)
             heapq.heapify(self._next)
-            self._next_tokens -= len(entry[1].prompt)
-        del self._keys[request_id]
-        self._held = [event for event in self._held if event.request_id != request_id]
-        return ended + self._released()
+            self._next_tokens -= len(state.request.prompt)
+        super()._forget(state)
+        self._held = [each for each in self._held if each[0] is not state]
+        ended = TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached)
+        return [(state, ended), *self._released()]
 
     def schedule(self) -> IterationPlan | None:
         """The next plan of the batch. Forms a batch first if none runs."""
-        if not self.requests.live:
+        if not self._batch:
             for _ in range(min(len(self._next), len(self.requests.free_rows))):
-                _, request = heapq.heappop(self._next)
-                self._next_tokens -= len(request.prompt)
-                super().submit(dataclasses.replace(request, fork_of=None))
+                _, state = heapq.heappop(self._next)
+                self._next_tokens -= len(state.request.prompt)
+                self._batch[state.name] = state
+                self.requests.enqueue(state)
         plan = super().schedule()
         first = self.requests.waiting.first()
         if first is not None and not self.pool.can_admit(first.allocation):
             self._close_batch()
         return plan
 
-    def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
+    def complete(self, plan: IterationPlan, result: IterationResult) -> list[StateEvent]:
         """Apply a result (see `Scheduler.complete`). Returns the batch's events once it has ended."""
         self._held += super().complete(plan, result)
         return self._released()
 
     def _close_batch(self) -> None:
         """Return the requests that have not begun to the queue for the next batch."""
-        for state in [state for state in self.requests.live.values() if not state.has_begun]:
+        for state in [state for state in self._batch.values() if not state.has_begun]:
             self._end(state)
-            self._queue(self._keys[state.name], state.request)
+            again = RequestState.of(state.request, self.eos_token_ids, caller=state.caller)
+            again.key = state.key
+            self.requests.live[state.name] = again
+            self._queue(again)
 
-    def _queue(self, key: tuple[float, int], request: Request) -> None:
-        heapq.heappush(self._next, (key, request))
-        self._next_tokens += len(request.prompt)
+    def _queue(self, state: RequestState) -> None:
+        heapq.heappush(self._next, (state.key, state))
+        self._next_tokens += len(state.request.prompt)
 
-    def _released(self) -> list[TokenEvent]:
-        if self.requests.live:
+    def _forget(self, state: RequestState) -> None:
+        """Keep a request that has ended among the live ones until its last event is released."""
+        del self._batch[state.name]
+
+    def _released(self) -> list[StateEvent]:
+        if self._batch:
             return []
         released, self._held = self._held, []
-        for event in released:
+        for state, event in released:
             if event.finish_reason is not None:
-                del self._keys[event.request_id]
+                super()._forget(state)
         return released

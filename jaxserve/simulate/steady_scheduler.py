@@ -20,7 +20,7 @@ from jaxserve.request import FinishReason, TokenEvent
 from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.scheduler import PlanInFlight, Scheduler
 from jaxserve.scheduler.slot_pool import SlotPool
-from jaxserve.scheduler.state import Phase, RequestState
+from jaxserve.scheduler.state import Phase, RequestState, StateEvent
 from jaxserve.simulate.steady_plans import SteadyGroup, SteadyPlan, SteadyPlanBuilder, SteadyRow, add_row
 
 _by_key = attrgetter("key")
@@ -63,7 +63,7 @@ class SteadyScheduler(Scheduler):
         self._buckets: dict[tuple[int, int], int] = {}  # of plans of steady rows alone, by rows and budget
         self._can_count = type(self.pool) is SlotPool and self._fixed_chunk is None and self.drafting is None
 
-    def abort(self, request_id: str) -> list[TokenEvent]:
+    def abort(self, request_id: str) -> list[StateEvent]:
         """End a request now (see `Scheduler.abort`)."""
         if request_id in self._steady:
             self._list(self._steady[request_id])
@@ -146,15 +146,15 @@ class SteadyScheduler(Scheduler):
         row.group.bases -= row.base
         self.requests.num_counted -= 1
 
-    def _end_rows(self, plan: SteadyPlan) -> list[TokenEvent]:
+    def _end_rows(self, plan: SteadyPlan) -> list[StateEvent]:
         """Ends requests whose last token came with a plan, which is counted and in no event."""
-        events: list[TokenEvent] = []
+        events: list[StateEvent] = []
         for row in sorted(self._still_steady(plan.group.ending, plan.number), key=_key_of_row):
             name = row.state.name
             del self._steady[name]
             self.advanced(name, plan.group.landed[row.first :])
             self._end(row.state)
-            events.append(TokenEvent(name, finish_reason=FinishReason.LENGTH))
+            events.append((row.state, TokenEvent(name, finish_reason=FinishReason.LENGTH)))
         return events
 
     def _next_group(self) -> SteadyGroup:
@@ -172,7 +172,7 @@ class SteadyScheduler(Scheduler):
             self._groups.remove(group)
         return free[0]
 
-    def complete(self, plan: IterationPlan, result: IterationResult) -> list[TokenEvent]:
+    def complete(self, plan: IterationPlan, result: IterationResult) -> list[StateEvent]:
         """Apply a result (see `Scheduler.complete`). It completes blocks of steady rows too."""
         assert isinstance(plan, SteadyPlan)
         oldest, group, number = self._plans.popleft(), plan.group, plan.number

@@ -15,7 +15,7 @@ from jaxserve.iteration import IterationPlan, IterationResult
 from jaxserve.request import Request, TokenEvent
 from jaxserve.scheduler.host_cache import BlockLoad, HostCopies
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.scheduler.state import check_fits
+from jaxserve.scheduler.state import StateEvent, check_fits
 from jaxserve.simulate.outcome import GapCounts, Outcome, TableOutcome
 from jaxserve.simulate.outputs import SimulatedOutputs
 from jaxserve.simulate.steady_plans import SteadyPlan
@@ -321,10 +321,10 @@ class SimulatedReplica:
     def _advanced(self, name: str, times: array[float]) -> None:
         self._alive[name].outcome.advance(times)
 
-    def _deliver(self, events: Iterable[TokenEvent]) -> int:
+    def _deliver(self, events: Iterable[StateEvent]) -> int:
         """Record the time of the events' tokens. Returns how many tokens are no longer outstanding."""
         settled, now, alive = 0, self._now, self._alive
-        for event in events:
+        for _, event in events:
             _, outcome, uncached = alive[event.request_id]
             if generated := len(event.token_ids):
                 if not outcome.tokens:

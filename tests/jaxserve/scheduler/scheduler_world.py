@@ -14,7 +14,7 @@ from jaxserve.iteration import (
     max_points,
     max_table_changes,
 )
-from jaxserve.request import FinishReason, Request, TokenEvent
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.cache_groups import CacheGroups, GroupedPool
 from jaxserve.scheduler.host_cache import BlockLoad, HostCache
@@ -22,7 +22,7 @@ from jaxserve.scheduler.policy import TokenBudgetPolicy, make_policy
 from jaxserve.scheduler.row_parts import PartitionedPool, make_pools
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.speculation import Speculation
-from jaxserve.scheduler.state import Phase
+from jaxserve.scheduler.state import Phase, StateEvent
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
 from jaxserve.scheduler.window_pool import WindowPool
 from tests.jaxserve.scheduler import accounts
@@ -142,9 +142,10 @@ class World:
         self.scheduler.submit(request)
         self.clients[request.request_id] = Client(request)
 
-    def deliver(self, events: list[TokenEvent]) -> None:
+    def deliver(self, events: list[StateEvent]) -> None:
         assert not (self.by_request and events and self.scheduler.num_running), "a batch of requests ends as one"
-        for event in events:
+        for state, event in events:
+            assert state.name == event.request_id
             client = self.clients[event.request_id]
             client.take(event)
             if event.finish_reason is not None:
@@ -152,7 +153,7 @@ class World:
                 del self.clients[event.request_id]
 
     def abort(self, request_id: str) -> None:
-        event, *released = self.scheduler.abort(request_id)
+        (_, event), *released = self.scheduler.abort(request_id)
         assert event.finish_reason == FinishReason.ABORTED
         assert not event.token_ids
         del self.clients[request_id]
@@ -162,7 +163,8 @@ class World:
     def launch(self) -> bool:
         scheduler = self.scheduler
         exclusive = self.n_stages > 1
-        live = sorted(scheduler.requests.live.values(), key=lambda state: state.key)
+        in_batch = scheduler._batch if isinstance(scheduler, StaticBatchScheduler) else scheduler.requests.live
+        live = sorted(in_batch.values(), key=lambda state: state.key)
         before = {
             state.name: state.length - state.computed
             for state in live

@@ -10,6 +10,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.speculation import Speculation
 from tests.jaxserve.scheduler.drafts import Script, ladder
+from tests.jaxserve.scheduler.stepping import land
 
 
 def scheduler(drafts: dict[int, tuple[int, ...]], *, n_stages: int = 1, blocks: int = 16) -> Scheduler:
@@ -43,12 +44,12 @@ def test_row_continues_after_last_accepted_draft() -> None:
     made.submit(request("a"))
     first = planned(made)
     assert made.schedule() is None  # drafts may follow once its token is known
-    made.complete(first, answer(9))
+    land(made, first, answer(9))
     second = planned(made)
     assert second.chunks == (Chunk(0, 3, 4, 4),)
     assert (second.drafts, second.bucket) == ((5, 6, 7), 4)
     assert made.schedule() is None
-    (event,) = made.complete(second, answer(5, 6, 1, 8))
+    (event,) = land(made, second, answer(5, 6, 1, 8))
     assert (event.token_ids, event.logprobs) == ((5, 6, 1), (0.0, -1.0, -2.0))
     assert (made.drafted_tokens, made.accepted_tokens) == (3, 2)
     third = planned(made)  # nothing to draft: as ever, with the next ahead of it
@@ -67,10 +68,10 @@ def test_nothing_to_draft_is_launched_ahead() -> None:
 def test_no_draft_goes_past_the_last_token_asked_for() -> None:
     made = scheduler({4: (5, 6, 7)})
     made.submit(request("a", max_tokens=3))
-    made.complete(planned(made), answer(9))
+    land(made, planned(made), answer(9))
     plan = planned(made)
     assert plan.chunks == (Chunk(0, 3, 2, 2),)
-    (event,) = made.complete(plan, answer(5, 6))
+    (event,) = land(made, plan, answer(5, 6))
     assert (event.token_ids, event.finish_reason) == ((5, 6), FinishReason.LENGTH)
     assert not made.has_work
     assert made.pool.slots_used == 0
@@ -79,8 +80,8 @@ def test_no_draft_goes_past_the_last_token_asked_for() -> None:
 def test_accepted_stop_token_ends_the_answer() -> None:
     made = scheduler({4: (5, 6, 7)})
     made.submit(request("a", stop_token_ids=(6,)))
-    made.complete(planned(made), answer(9))
-    (event,) = made.complete(planned(made), answer(5, 6, 7, 8))
+    land(made, planned(made), answer(9))
+    (event,) = land(made, planned(made), answer(5, 6, 7, 8))
     assert (event.token_ids, event.finish_reason) == ((5, 6), FinishReason.STOP)
     assert not made.has_work
 
@@ -89,17 +90,17 @@ def test_accepted_stop_token_ends_the_answer() -> None:
 def test_only_what_was_accepted_is_published(drawn, published) -> None:
     made = scheduler({4: (5, 6, 7, 8)})
     made.submit(request("a"))
-    made.complete(planned(made), answer(9))
+    land(made, planned(made), answer(9))
     plan = planned(made)
     assert plan.chunks == (Chunk(0, 3, 5, 5),)  # up to the end of the second block
-    made.complete(plan, answer(*drawn))
+    land(made, plan, answer(*drawn))
     assert made.pool.blocks.num_cached == published
 
 
 def test_prompts_leave_no_tokens_for_drafts() -> None:
     made = scheduler({4: (5, 6, 7), 5: (5, 6, 7)})
     made.submit(request("a"))
-    made.complete(planned(made), answer(9))
+    land(made, planned(made), answer(9))
     made.submit(request("b", prompt=(4, 4, 4)))
     plan = planned(made)
     assert plan.chunks == (Chunk(0, 3, 1, 1), Chunk(1, 0, 3, 1))
@@ -110,12 +111,12 @@ def test_nobody_gives_up_blocks_for_drafts() -> None:
     made = scheduler({4: (5, 6, 7, 8)}, blocks=2)
     made.submit(request("a", max_tokens=5))
     made.submit(request("b", max_tokens=1))
-    made.complete(planned(made), answer(9, 9))
+    land(made, planned(made), answer(9, 9))
     assert planned(made).chunks == (Chunk(0, 3, 4, 4),)  # b has ended and given its block back
     made = scheduler({4: (5, 6, 7, 8)}, blocks=2)
     made.submit(request("a", max_tokens=5))
     made.submit(request("b", max_tokens=5))
-    made.complete(planned(made), answer(9, 9))
+    land(made, planned(made), answer(9, 9))
     assert planned(made).chunks == (Chunk(0, 3, 1, 1), Chunk(1, 3, 1, 1))
 
 
@@ -125,10 +126,10 @@ def test_stages_draft_for_some_rows_while_others_are_under_way() -> None:
         made.submit(request(name))
     first, second = planned(made), planned(made)
     assert [len(plan.admissions) for plan in (first, second)] == [2, 1]
-    made.complete(first, answer(9, 9))
+    land(made, first, answer(9, 9))
     third = planned(made)
     assert third.drafts == (5, 6, 7, 5, 6, 7)
-    made.complete(second, answer(9))
+    land(made, second, answer(9))
     assert planned(made).drafts == (5, 6, 7)
-    events = made.complete(third, answer(5, 6, 7, 1, 2, 6, 7, 1))
+    events = land(made, third, answer(5, 6, 7, 1, 2, 6, 7, 1))
     assert [event.token_ids for event in events] == [(5, 6, 7, 1), (2,)]

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.iteration import Chunk
 from jaxserve.request import FinishReason
-from tests.jaxserve.scheduler.stepping import answer, names, request, scheduler, step
+from tests.jaxserve.scheduler.stepping import answer, land, names, request, scheduler, step
 
 
 def test_two_plans_in_flight_and_no_more():
@@ -20,7 +20,7 @@ def test_two_plans_in_flight_and_no_more():
     assert (first.sequence, second.sequence) == (0, 1)
     assert second.chunks == (Chunk(0, 4, 1, True),)  # its token is not known here yet
     assert made.schedule() is None
-    made.complete(first, answer(first))
+    land(made, first)
     assert made.schedule() is not None
 
 
@@ -31,7 +31,7 @@ def test_plans_complete_in_order():
     assert first is not None
     assert second is not None
     with pytest.raises(AssertionError, match="plan 1 completed before 0"):
-        made.complete(second, answer(second))
+        land(made, second)
 
 
 def test_row_is_free_at_max_tokens():
@@ -41,14 +41,14 @@ def test_row_is_free_at_max_tokens():
     first, second = made.schedule(), made.schedule()
     assert first is not None
     assert second is not None
-    made.complete(first, answer(first))
+    land(made, first)
     third = made.schedule()
     assert third is not None
     assert (names(third), third.admissions[0].row) == (["b"], 0)  # while a's last token is in flight on the same row
     assert made.num_running == 2
-    (event,) = made.complete(second, answer(second))
+    (event,) = land(made, second)
     assert (event.request_id, event.finish_reason) == ("a", FinishReason.LENGTH)
-    (event,) = made.complete(third, answer(third))
+    (event,) = land(made, third)
     assert (event.request_id, event.finish_reason) == ("b", FinishReason.LENGTH)
     assert not made.has_work
 
@@ -60,14 +60,14 @@ def test_a_stop_found_late_discards_one_token():
     first, second = made.schedule(), made.schedule()
     assert first is not None
     assert second is not None
-    (event,) = made.complete(first, answer(first, [2]))
+    (event,) = land(made, first, answer(first, [2]))
     assert event.finish_reason == FinishReason.EOS
     assert made.pool.slots_used == 0
     third = made.schedule()  # b takes row and blocks while a's discarded chunk is in flight
     assert third is not None
     assert third.admissions[0].request_id == "b"
-    assert made.complete(second, answer(second)) == []
-    assert made.complete(third, answer(third))[0].request_id == "b"
+    assert land(made, second) == []
+    assert land(made, third)[0].request_id == "b"
 
 
 def test_discarded_write_is_not_published():
@@ -78,14 +78,14 @@ def test_discarded_write_is_not_published():
     assert first is not None
     assert second is not None
     assert second.chunks == (Chunk(0, 3, 1, True),)
-    made.complete(first, answer(first, [2]))
+    land(made, first, answer(first, [2]))
     made.submit(request("b", (4, 5, 6, 2, 8)))
     third = made.schedule()
     assert third is not None
     assert third.admissions[0].blocks == ()
-    made.complete(second, answer(second))
+    land(made, second)
     assert made.pool.blocks.num_cached == 0
-    made.complete(third, answer(third))
+    land(made, third)
     assert made.pool.blocks.num_cached == 1
 
 
@@ -98,8 +98,8 @@ def test_publication_waits_for_completion():
     assert first is not None
     assert second is not None
     assert second.admissions[0].blocks == ()
-    made.complete(first, answer(first))
-    made.complete(second, answer(second))
+    land(made, first)
+    land(made, second)
     made.submit(request("c", range(10)))
     assert step(made)[0].admissions[0].blocks == (0, 1)
 
@@ -113,7 +113,7 @@ def test_stages_hold_disjoint_rows():
     assert made.schedule() is None
     first = plans.popleft()
     assert first is not None
-    made.complete(first, answer(first))
+    land(made, first)
     plan = made.schedule()
     assert plan is not None
     assert [chunk.row for chunk in plan.chunks] == [0, 1]
@@ -130,7 +130,7 @@ def test_stages_free_an_aborted_row_on_completion():
     second = made.schedule()
     assert second is not None
     assert second.chunks[0].row == 1
-    assert made.complete(first, answer(first)) == []
+    assert land(made, first) == []
     made.submit(request("c", 2))
     third = made.schedule()
     assert third is not None

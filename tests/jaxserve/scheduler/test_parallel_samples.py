@@ -14,7 +14,7 @@ from jaxserve.scheduler.buckets import BucketCost, BucketLadder
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.static_batching import StaticBatchScheduler
-from tests.jaxserve.scheduler.stepping import answer, finish, names, request
+from tests.jaxserve.scheduler.stepping import finish, land, names, request
 
 PROMPT = tuple(range(100, 110))  # two blocks of 4 and half of one
 
@@ -121,11 +121,11 @@ def test_samples_precede_later_requests():
     assert names(second) == ["b", "c"]  # the prompt leaves 4 tokens, and nobody else can use them
     assert [chunk.length for chunk in second.chunks] == [1, 1, 4]
     assert made.num_waiting == 2
-    made.complete(first, answer(first))
+    land(made, first)
     assert names(plan(made)) == []  # no row is left
     made.abort("b")
     made.submit(request("d", 1, max_tokens=20))
-    made.complete(second, answer(second))
+    land(made, second)
     assert names(plan(made)) == ["a1"]
 
 
@@ -165,7 +165,7 @@ def test_samples_that_were_preempted_share_the_prompt_again():
             starts += [(each.request_id, rows[each.row], "a" in made.requests.live) for each in planned.admissions]
         if planned is None or len(launched) > 1:
             done = launched.pop(0)
-            made.complete(done, answer(done))
+            land(made, done)
     assert made.preemptions == 3  # of the second once and then of both
     again = [("a", 0, True), ("a1", 9, True)]
     assert starts == [("b", 0, True), *again, *again, ("a1", 0, False)]
@@ -186,7 +186,7 @@ def test_pieces_at_fixed_places_are_computed_by_everybody():
     launched = [plan(made)]
     while names(launched[-1]) != ["a1"]:
         done = launched[-1]
-        made.complete(done, answer(done))
+        land(made, done)
         launched.append(plan(made))
     assert launched[-1].block_copies == ()
     assert Chunk(1, 16, 5, True) in launched[-1].chunks

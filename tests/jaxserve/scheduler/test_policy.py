@@ -15,7 +15,7 @@ from jaxserve.scheduler.policy import (
     DefaultTokenBudget,
     ObjectiveTokenBudget,
 )
-from tests.jaxserve.scheduler.stepping import finish, request, scheduler, step
+from tests.jaxserve.scheduler.stepping import finish, land, request, scheduler, step
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # that cost 10 ms and one more for each token
 LADDER = BucketLadder([BucketCost(size=n, compile_seconds=0.0, milliseconds=10.0 + n) for n in SIZES])
@@ -215,7 +215,7 @@ def test_rows_move_to_the_batch_with_fewer():
     first = made.schedule()
     assert first is not None
     assert len(first.chunks) == 8
-    finished = finish_one(made, first)
+    finished = [event for event in land(made, first) if event.finish_reason]
     second, third = made.schedule(), made.schedule()
     assert second is not None
     assert third is not None
@@ -223,12 +223,6 @@ def test_rows_move_to_the_batch_with_fewer():
     assert made.schedule() is None  # two are in flight
     assert not finished
     finish(made, second, third)
-
-
-def finish_one(made, plan):
-    from tests.jaxserve.scheduler.stepping import answer
-
-    return [event for event in made.complete(plan, answer(plan)) if event.finish_reason]
 
 
 @pytest.mark.parametrize("wrong", [3, -1])

@@ -6,7 +6,7 @@ from collections import deque
 
 from jaxserve.iteration import Chunk
 from jaxserve.request import FinishReason
-from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
+from tests.jaxserve.scheduler.stepping import answer, crowded, finish, land, names, request, scheduler, step
 
 
 def test_the_latest_is_preempted_and_resumes_where_it_was():
@@ -34,12 +34,12 @@ def test_a_token_in_flight_at_preemption_is_kept():
     first, second = made.schedule(), made.schedule()
     assert first is not None
     assert second is not None
-    made.complete(first, answer(first, [11, 21]))
+    land(made, first, answer(first, [11, 21]))
     third = made.schedule()
     assert third is not None
     assert [chunk.row for chunk in third.chunks] == [0]
     assert (made.num_waiting, made.waiting_tokens) == (1, 5)  # the one in flight counted
-    events = made.complete(second, answer(second, [12, 22]))
+    events = land(made, second, answer(second, [12, 22]))
     assert [(e.request_id, e.token_ids) for e in events] == [("a", (12,)), ("b", (22,))]
     assert made.waiting_tokens == 5
     events += finish(made, third)
@@ -51,9 +51,9 @@ def test_preempted_request_ends_in_flight():
     first, second = made.schedule(), made.schedule()
     assert first is not None
     assert second is not None
-    made.complete(first, answer(first))
+    land(made, first)
     assert made.schedule() is not None
-    events = made.complete(second, answer(second, [7, 2]))
+    events = land(made, second, answer(second, [7, 2]))
     assert events[1].finish_reason == FinishReason.EOS
     assert (made.num_waiting, made.num_running) == (0, 1)
     assert made.abort("b") == []
@@ -64,11 +64,11 @@ def test_a_preempted_request_is_not_overtaken():
     first, second = made.schedule(), made.schedule()
     assert first is not None
     assert second is not None
-    made.complete(first, answer(first))
+    land(made, first)
     third = made.schedule()  # preempts b; a row and two blocks are free
     assert third is not None
     made.submit(request("c", 1, max_tokens=1))
-    made.complete(second, answer(second))
+    land(made, second)
     order = []
     in_flight = deque([third])
     while made.has_work:
@@ -78,7 +78,7 @@ def test_a_preempted_request_is_not_overtaken():
             in_flight.append(plan)
         if plan is None or len(in_flight) > 1:
             done = in_flight.popleft()
-            made.complete(done, answer(done))
+            land(made, done)
     assert order == ["b", "c"]
 
 
@@ -89,7 +89,7 @@ def test_blocks_about_to_come_back_are_waited_for():
     first = made.schedule()  # samples a's first token and b's only one
     assert first is not None
     assert made.schedule() is None  # a needs a block; b ends with the plan in flight
-    made.complete(first, answer(first))
+    land(made, first)
     plan = made.schedule()
     assert plan is not None
     assert plan.chunks == (Chunk(0, 4, 1, True),)

@@ -14,7 +14,7 @@ from jaxserve.scheduler.policy import FixedTokenBudget
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.slot_pool import SlotPool
 from jaxserve.scheduler.state import check_fits
-from tests.jaxserve.scheduler.stepping import answer, crowded, finish, names, request, scheduler, step
+from tests.jaxserve.scheduler.stepping import answer, crowded, finish, land, names, request, scheduler, step
 
 # ---- At submission
 
@@ -146,7 +146,7 @@ def test_a_request_beyond_the_bucket_waits_on():
 
 
 def step_after(made: Scheduler, plan: IterationPlan) -> IterationPlan:
-    made.complete(plan, answer(plan))
+    land(made, plan)
     return step(made)[0]
 
 
@@ -214,7 +214,7 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     assert plan is not None
     result = answer(plan)
     result.logprobs[0] = np.nan
-    broken, fine = made.complete(plan, result)
+    broken, fine = land(made, plan, result)
     assert (broken.request_id, broken.finish_reason, broken.token_ids) == ("a", FinishReason.ERROR, ())
     assert broken.error == "the model's logits for position 4 are not finite"
     assert (fine.request_id, fine.finish_reason, fine.token_ids) == ("b", None, (7,))
@@ -230,19 +230,19 @@ def test_abort_in_every_state():
     made.submit(request("c", 2))
     made.submit(request("d", 2, max_tokens=1))
     assert made.abort("nobody") == []
-    (event,) = made.abort("c")  # waiting
+    ((_, event),) = made.abort("c")  # waiting
     assert event is not None
     assert (event.token_ids, event.finish_reason) == ((), FinishReason.ABORTED)
     assert (made.num_waiting, made.waiting_tokens) == (3, 8)
     first, second = made.schedule(), made.schedule()
     assert first is not None
     assert second is not None
-    made.complete(first, answer(first))
+    land(made, first)
     third = made.schedule()  # preempts b
     assert third is not None
     assert made.num_waiting == 2
     assert made.abort("b")  # preempted, a token in flight
-    assert [e.request_id for e in made.complete(second, answer(second))] == ["a"]
+    assert [e.request_id for e in land(made, second)] == ["a"]
     assert made.abort("a")  # running
     assert made.pool.slots_used == 0
     fourth = made.schedule()
@@ -252,8 +252,8 @@ def test_abort_in_every_state():
     assert made.abort("d") == []
     assert (made.num_running, made.num_waiting) == (0, 0)
     assert made.has_work  # plans in flight
-    assert made.complete(third, answer(third)) == []
-    assert made.complete(fourth, answer(fourth)) == []
+    assert land(made, third) == []
+    assert land(made, fourth) == []
     assert not made.has_work
     assert made.requests.free_rows == [0, 1]
     assert made.pool.slots_used == 0
@@ -279,7 +279,7 @@ def test_flushing_forgets_prefixes_even_of_running_requests():
     plan = made.schedule()
     assert plan is not None
     made.flush_prefix_cache()
-    made.complete(plan, answer(plan))
+    land(made, plan)
     finish(made)
     assert made.pool.blocks.num_cached == 0
     made.submit(request("b", range(8)))

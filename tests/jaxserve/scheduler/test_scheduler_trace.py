@@ -149,6 +149,6 @@ def test_the_trace():
             ends = [chunk.start + chunk.length for chunk in done.chunks]
             chosen = [token(name, end) for name, end in zip(names[done.sequence], ends, strict=True)]
             result = IterationResult(tokens=np.array(chosen, np.int32), logprobs=-np.array(ends, np.float32))
-            assert scheduler.complete(done, result) == EVENTS[done.sequence]
+            assert [event for _, event in scheduler.complete(done, result)] == EVENTS[done.sequence]
     assert plans == PLANS
     assert pool.slots_used == 0

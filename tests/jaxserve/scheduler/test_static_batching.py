@@ -64,10 +64,10 @@ def test_abort_releases_held_events():
     for name, most in (("a", 1), ("b", 1), ("c", 5)):
         made.submit(request(name, 2, max_tokens=most))
     assert step(made)[1] == []
-    (event,) = made.abort("a")  # finished, but held back
+    ((_, event),) = made.abort("a")  # finished, but held back
     assert event.finish_reason == FinishReason.ABORTED
     assert made.abort("a") == []
-    last, held = made.abort("c")  # the last that ran
+    (_, last), (_, held) = made.abort("c")  # the last that ran
     assert (last.request_id, last.finish_reason) == ("c", FinishReason.ABORTED)
     assert (held.request_id, held.finish_reason) == ("b", FinishReason.LENGTH)
     assert not made.has_work

@@ -15,7 +15,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.state import Phase, RequestState
 from jaxserve.scheduler.tenants import FairQueue
 from jaxserve.scheduler.waiting import WaitingQueue
-from tests.jaxserve.scheduler.stepping import answer, finish, names, request, scheduler, step
+from tests.jaxserve.scheduler.stepping import finish, land, names, request, scheduler, step
 
 
 def admitted(made: Scheduler) -> list[str]:
@@ -215,7 +215,7 @@ def test_nobody_starves_and_nothing_stands_idle(seed, policy, n_stages):
                 assert all(keys[-1] < key for key in waits if key not in keys)
         if in_flight and (plan is None or len(in_flight) > n_stages):
             done = in_flight.popleft()
-            for event in made.complete(done, answer(done)):
+            for event in land(made, done):
                 ended[event.request_id[0]] += event.finish_reason is not None
         check_counters(made)
     assert ended == submitted

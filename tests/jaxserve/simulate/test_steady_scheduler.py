@@ -213,7 +213,7 @@ def test_a_steady_request_can_be_aborted():
         plans.append(made.schedule())
         land(made, plans[-1])
     assert plans[-1].steady == made.num_running == 1
-    assert [event.finish_reason for event in made.abort("x")] == [FinishReason.ABORTED]
+    assert [event.finish_reason for _, event in made.abort("x")] == [FinishReason.ABORTED]
     assert not made.has_work
     assert made.num_running == made.pool.slots_held == 0
 
