@@ -34,11 +34,14 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13]]
 def _no_cache_of_jax(tmp_path_factory):
     """What jax has loaded from an earlier run is not kept."""
     earlier = jax.config.jax_compilation_cache_dir
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    use_cache_of_jax(tmp_path_factory.mktemp("compiled"))
     yield
+    use_cache_of_jax(earlier)
+
+
+def use_cache_of_jax(folder) -> None:
     compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", earlier)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +74,9 @@ def answers(engine: Engine) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def first(params, folder):
+def first(params, folder, tmp_path_factory):
     """What the engine that filled the folder answered, and how many programs it has."""
+    use_cache_of_jax(tmp_path_factory.mktemp("compiled"))  # other tests may have compiled some of its programs
     engine = start(params, folder)
     programs, loaded = counts(engine)
     assert loaded == 0
