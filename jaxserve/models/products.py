@@ -35,8 +35,8 @@ class Products(Protocol):
 class Quantized(NamedTuple):
     """A matrix in narrow numbers, or a stack of them: about (values - zeros) * scales.
 
-    A scale belongs to a row, or to a group of consecutive inputs in it. Scales have the dtype that the model computes
-    in. Zero points exist with groups only; None stands for zeros.
+    A scale belongs to a row, or to a group of consecutive inputs in it. Zero points exist with groups only; None stands
+    for zeros.
     """
 
     values: Any  # int8, int4 or float8 [..., out, in]

@@ -57,14 +57,19 @@ def format_of(name: str, quantize: str | None, stored: NarrowFormat | None = Non
 def shapes_of(form: NarrowFormat, shape: tuple[int, ...], dtype: DTypeLike, name: str) -> Quantized:
     """The parts of a matrix of this shape.
 
+    Kernels with a scale per row have float32 scales: they multiply float32 sums, as norms and biases do
+    (`Model.shapes`). Tables have scales of the dtype that they are read in, and groups of the dtype that they are
+    widened to.
+
     Args:
-      dtype: of the scales.
+      dtype: that the model computes in.
 
     Raises:
       ValueError: groups do not divide the inputs.
     """
     values, parts = jax.ShapeDtypeStruct(shape, form.dtype), shape[:-1]
     if form.group is None:
+        dtype = np.promote_types(dtype, np.float32) if name.endswith("kernel") else dtype
         return Quantized(values, jax.ShapeDtypeStruct(parts, dtype))
     group = form.group if form.group > 0 else shape[-1]
     if shape[-1] % group:

@@ -227,14 +227,24 @@ def figures_of_step(text: str, layers: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4"])
-def test_a_step_of_decodes(tell, hold, topology):
+@pytest.mark.parametrize(
+    ("topology", "quantize"), [("v5e:4x4", None), ("v6e:4x4", None), ("v6e:4x4", "int8")], ids=str
+)
+def test_a_step_of_decodes(tell, hold, topology, quantize):
     """Its own program runs no kernel for prompts, and nothing that arranges what such a kernel reads."""
     deployment = Deployment(
         name="bloom-176b",
         config=models.parse_config(BLOOM_176B | {"n_layer": 8}),
         topology=devices.parse(topology),
-        engine=EngineConfig(tensor=16, dtype="bfloat16", max_rows=16, buckets=(16,), max_context=2048, slots=16 * 2048),
+        engine=EngineConfig(
+            tensor=16,
+            dtype="bfloat16",
+            quantize=quantize,
+            max_rows=16,
+            buckets=(16,),
+            max_context=2048,
+            slots=16 * 2048,
+        ),
         spec=specs.default("bloom"),
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
@@ -246,7 +256,7 @@ def test_a_step_of_decodes(tell, hold, topology):
         assert text is not None
         assert set(re.findall(r"%attention_(\w+)\.\d+ = ", text)) == kernels
         figures = figures_of_step(text, 8)
-        name = "decodes only" if decodes_only else "any chunks"
+        name = ("decodes only" if decodes_only else "any chunks") + (f" in {quantize}" if quantize else "")
         tell("8 layers of BLOOM-176B over 16 devices, 16 tokens of 16 rows", devices=topology, program=name, **figures)
         hold(f"{topology}, 16 tokens of {name}", figures)
 

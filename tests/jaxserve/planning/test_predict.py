@@ -57,7 +57,7 @@ def test_an_int8_pool_holds_nearly_twice_as_many_slots():
 
 def test_int8_weights_take_half():
     plan, half = (predict(named("bloom-176b", "v5p:2x2x4", tensor=16, quantize=how)) for how in (None, "int8"))
-    assert half.stages[0].weights == pytest.approx(plan.stages[0].weights / 2, rel=0.002)  # scales, norms, biases
+    assert half.stages[0].weights == pytest.approx(plan.stages[0].weights / 2, rel=0.003)  # scales, norms, biases
     assert half.num_parameters == plan.num_parameters
     found, wide = ({each.what: each.nbytes for each in each.stages[0].load.collectives or ()} for each in (half, plan))
     assert found == wide | {"embed": 14336, "embed.scales": 2}

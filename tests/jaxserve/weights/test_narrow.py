@@ -97,8 +97,10 @@ def test_matrices_are_held_narrow_and_nothing_else(family, quantize) -> None:
             assert leaf.values.dtype == (jnp.int8 if eight else HELD[quantize])
             groups = (leaf.shape[-1] // 32,) if quantize == "int4" and not eight else ()
             assert leaf.scales.shape == (*leaf.shape[:-1], *groups)
-        wide = jnp.float32 if len(leaf.shape) == 1 else jnp.bfloat16  # a bias or a norm
-        assert (leaf.scales.dtype == jnp.bfloat16) if is_matrix(leaf) else (leaf.dtype == wide)
+            by_row = "kernel" in name and not groups
+            assert leaf.scales.dtype == (jnp.float32 if by_row else jnp.bfloat16)
+        else:
+            assert leaf.dtype == (jnp.float32 if len(leaf.shape) == 1 else jnp.bfloat16)  # a bias or a norm
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
