@@ -227,9 +227,7 @@ def figures_of_step(text: str, layers: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-    ("topology", "quantize"), [("v5e:4x4", None), ("v6e:4x4", None), ("v6e:4x4", "int8")], ids=str
-)
+@pytest.mark.parametrize(("topology", "quantize"), [("v5e:4x4", None), ("v6e:4x4", None), ("v6e:4x4", "int8")], ids=str)
 def test_a_step_of_decodes(tell, hold, topology, quantize):
     """Its own program runs no kernel for prompts, and nothing that arranges what such a kernel reads."""
     deployment = Deployment(
