@@ -9,6 +9,9 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -43,6 +46,8 @@ inline void Leave([[maybe_unused]] int cpu) {
 //
 // The system may wake helpers on the caller's CPU while another one is idle, and leave them there for milliseconds. So
 // the caller yields once, and a helper that runs on the caller's CPU moves to another.
+//
+// The caller sees all that work has stored, past the caches too (see `StoreResults`).
 template <typename Work>
 void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const Work& work) {
   struct Progress {
@@ -50,10 +55,12 @@ void ForEach(xla::ffi::ThreadPool& pool, int64_t count, int64_t helpers, const W
   };
   auto progress = std::make_shared<Progress>();
   auto take = [progress, count, &work] {
-    for (int64_t i; (i = progress->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      work(i);
-      progress->done.fetch_add(1, std::memory_order_release);
-    }
+    int64_t taken = 0;
+    for (int64_t i; (i = progress->next.fetch_add(1, std::memory_order_relaxed)) < count; taken++) work(i);
+#if defined(__SSE__)
+    _mm_sfence();
+#endif
+    progress->done.fetch_add(taken, std::memory_order_release);
   };
   helpers = std::min({helpers, count - 1, pool.num_threads() - 1});
   const int cpu = OurCpu();
