@@ -50,10 +50,8 @@ class Scheduler:
     The request order admits requests, and prompts get the tokens that a plan has left in the same order. Decodes go
     before prompts. Within a tenant one key that never changes orders everything; tenants take turns (see `tenants`).
     The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
-
     With a `fixed_chunk` a prompt is cut at its multiples alone, so that its arithmetic does not depend on the batch. A
     piece that does not fit an iteration waits for the next, and every plan asks for the same sampler.
-
     Rows with a grammar are planned like others. `withdraw` removes the samples whose mask is late.
     With a `speculation`, iterations without prompt tokens may carry drafts. If plans in flight share rows, no plan is
     launched before a plan with drafts has landed.
@@ -105,8 +103,7 @@ class Scheduler:
         self.outputs_of: Callable[..., OutputProcessor] = OutputProcessor  # a simulation has a simpler one
         self._in_flight: deque[PlanInFlight] = deque()
         self._to_trim: list[RequestState] = []
-        self._sequence = 0
-        self._submitted = 0
+        self._sequence = self._submitted = 0
 
     @property
     def num_waiting(self) -> int:
@@ -154,6 +151,7 @@ class Scheduler:
         if (state := self.requests.live.get(request_id)) is None:
             return []
         self._end(state)
+        self._forget(state)
         return [(state, TokenEvent(request_id, finish_reason=FinishReason.ABORTED, cached_tokens=state.cached))]
 
     def flush_prefix_cache(self) -> None:
@@ -192,7 +190,7 @@ class Scheduler:
         """Apply the result of the oldest plan in flight; one event per request that advanced."""
         launched = self._in_flight.popleft()
         assert launched.sequence == plan.sequence, f"plan {plan.sequence} completed before {launched.sequence}"
-        events: list[StateEvent] = []
+        events, gone = list[StateEvent](), list[RequestState]()
         outputs = self.outputs_of(result, plan.drafts, self.eos_token_ids)
         ended, preempted = Phase.ENDED, Phase.PREEMPTED  # looked up once for all rows
         scores, pooled, withdrawn = launched.scores, launched.pooled, launched.withdrawn
@@ -218,8 +216,10 @@ class Scheduler:
                 self.requests.preempted_tokens += accepted
             if event is not None and event.finish_reason is not None:
                 self._end(state)
+                gone.append(state)
             elif state.phase == preempted and not state.in_flight:
                 self.requests.preempted_has_landed(state)
+        self._forget(*gone)  # not before, so that none is lost if a later one fails
         return events
 
     def withdraw(self, chunks: Sequence[int]) -> None:
@@ -385,7 +385,7 @@ class Scheduler:
     def _end(self, state: RequestState) -> None:
         self.requests.end(state)
         self.pool.release(state.allocation)
-        self._forget(state)
 
-    def _forget(self, state: RequestState) -> None:
-        del self.requests.live[state.name]
+    def _forget(self, *states: RequestState) -> None:
+        for state in states:
+            del self.requests.live[state.name]

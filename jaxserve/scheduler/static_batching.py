@@ -61,6 +61,7 @@ class StaticBatchScheduler(Scheduler):
             return []
         if request_id in self._batch:
             self._end(state)
+            del self._batch[request_id]
         for entry in [entry for entry in self._next if entry[1] is state]:
             self._next.remove(entry)
             heapq.heapify(self._next)
@@ -93,6 +94,7 @@ class StaticBatchScheduler(Scheduler):
         """Return the requests that have not begun to the queue for the next batch."""
         for state in [state for state in self._batch.values() if not state.has_begun]:
             self._end(state)
+            del self._batch[state.name]
             again = RequestState.of(state.request, self.eos_token_ids, caller=state.caller)
             again.key = state.key
             self.requests.live[state.name] = again
@@ -102,15 +104,14 @@ class StaticBatchScheduler(Scheduler):
         heapq.heappush(self._next, (state.key, state))
         self._next_tokens += len(state.request.prompt)
 
-    def _forget(self, state: RequestState) -> None:
-        """Keep a request that has ended among the live ones until its last event is released."""
-        del self._batch[state.name]
+    def _forget(self, *states: RequestState) -> None:
+        """Keep requests that have ended among the live ones until their last events are released."""
+        for state in states:
+            del self._batch[state.name]
 
     def _released(self) -> list[StateEvent]:
         if self._batch:
             return []
         released, self._held = self._held, []
-        for state, event in released:
-            if event.finish_reason is not None:
-                super()._forget(state)
+        super()._forget(*(state for state, event in released if event.finish_reason is not None))
         return released

@@ -154,6 +154,7 @@ class SteadyScheduler(Scheduler):
             del self._steady[name]
             self.advanced(name, plan.group.landed[row.first :])
             self._end(row.state)
+            self._forget(row.state)
             events.append((row.state, TokenEvent(name, finish_reason=FinishReason.LENGTH)))
         return events
 

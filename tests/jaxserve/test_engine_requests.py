@@ -10,6 +10,7 @@ from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, InvalidRequest, QueueFull
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.outputs import OutputProcessor
 from tests.fixtures.tiny import VOCAB, make_engine
 from tests.fixtures.traffic import Answers
 
@@ -168,3 +169,25 @@ def test_a_failing_device_ends_every_request_and_says_so(params, monkeypatch, ca
     assert events[0].finish_reason is FinishReason.ERROR
     assert "device lost" in (events[0].error or "")
     assert "device lost" in caplog.text
+
+
+def test_a_failure_amid_results_ends_those_before_too(params) -> None:
+    class Failing(OutputProcessor):
+        def take(self, state, *args, **options):
+            if state.name == "b":
+                raise RuntimeError("no result")
+            return super().take(state, *args, **options)
+
+    engine, reasons, done = make_engine(params), {}, threading.Event()
+    engine._loops[0].scheduler.outputs_of = Failing
+
+    def sink(events) -> None:
+        reasons.update((event.request_id, event.finish_reason) for event in events)
+        if len(reasons) == 2:
+            done.set()
+
+    for name in "ab":  # one iteration has the only token of each
+        engine.submit(Request(request_id=name, prompt=(5,), sampling=SamplingParams(max_tokens=1)), sink)
+    with engine:
+        assert done.wait(60)
+    assert reasons == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
