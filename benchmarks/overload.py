@@ -73,7 +73,7 @@ class Front:
         scheduler, submitted = self.replica.scheduler, self.replica.submitted
         idle = dict.fromkeys(Load.__dataclass_fields__, 0)
         counted = {
-            "running": scheduler.num_running,
+            "running": scheduler.requests.num_running,
             "waiting": scheduler.num_waiting + len(submitted),
             "waiting_tokens": scheduler.waiting_tokens + sum(len(each.prompt) for each in submitted),
             "outstanding_tokens": self.replica.outstanding_tokens(self.now),

@@ -197,14 +197,14 @@ class EngineLoop:
         Raises:
           EngineStopped: the loop has ended.
         """
-        with self._inbox.changed:
+        outstanding = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
+        caller = Caller(sink, outstanding)
+        state = RequestState.of(request, self.scheduler.eos_token_ids, allocation, caller)
+        with self._inbox.changed:  # the loop waits for it, so long prompts are not copied in here
             if self._inbox.is_closed:
                 raise EngineStopped(
                     "the engine takes no more requests" if self._failure is None else "the engine has failed"
                 )
-            outstanding = OutstandingTokens(len(request.prompt) - cached, request.sampling.max_tokens)
-            caller = Caller(sink, outstanding)
-            state = RequestState.of(request, self.scheduler.eos_token_ids, allocation, caller)
             self.scheduler.requests.register(state)
             self._submitted_requests += 1
             self._submitted_tokens += len(request.prompt)
@@ -313,7 +313,7 @@ class EngineLoop:
         """How busy the replica is. Cheap."""
         scheduler, pool, stats = self.scheduler, self.scheduler.pool, self.stats
         return Load(
-            running=scheduler.num_running,
+            running=scheduler.requests.num_running,
             waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
             outstanding_tokens=self.outstanding_tokens,

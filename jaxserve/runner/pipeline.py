@@ -237,7 +237,7 @@ class Pipeline:
 
     def _may_withdraw(self, missing: int) -> bool:
         """Whether to withdraw rows without masks: the layers have run, and other requests are live."""
-        if self._scheduler is None or missing >= self._scheduler.num_running + self._scheduler.num_waiting:
+        if self._scheduler is None or missing >= self._scheduler.requests.num_running + self._scheduler.num_waiting:
             return False
         return self._is_idle
 

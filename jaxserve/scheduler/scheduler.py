@@ -50,9 +50,12 @@ class Scheduler:
     The request order admits requests, and prompts get the tokens that a plan has left in the same order. Decodes go
     before prompts. Within a tenant one key that never changes orders everything; tenants take turns (see `tenants`).
     The token budget policy decides how many tokens prompts may add to an iteration in which others decode.
+
     With a `fixed_chunk` a prompt is cut at its multiples alone, so that its arithmetic does not depend on the batch. A
     piece that does not fit an iteration waits for the next, and every plan asks for the same sampler.
+
     Rows with a grammar are planned like others. `withdraw` removes the samples whose mask is late.
+
     With a `speculation`, iterations without prompt tokens may carry drafts. If plans in flight share rows, no plan is
     launched before a plan with drafts has landed.
     """
@@ -103,7 +106,8 @@ class Scheduler:
         self.outputs_of: Callable[..., OutputProcessor] = OutputProcessor  # a simulation has a simpler one
         self._in_flight: deque[PlanInFlight] = deque()
         self._to_trim: list[RequestState] = []
-        self._sequence = self._submitted = 0
+        self._sequence = 0
+        self._submitted = 0
 
     @property
     def num_waiting(self) -> int:
@@ -114,11 +118,6 @@ class Scheduler:
     def waiting_tokens(self) -> int:
         """Tokens that waiting requests must compute before they generate."""
         return self.requests.waiting_tokens
-
-    @property
-    def num_running(self) -> int:
-        """Requests with work in the batch or a last token in flight."""
-        return self.requests.num_running
 
     @property
     def has_work(self) -> bool:

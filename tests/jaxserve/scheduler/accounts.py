@@ -32,7 +32,7 @@ def check(scheduler: Scheduler, parts: Sequence[Sequence[SlotPool]]) -> None:
     assert len(scheduler.requests.free_rows) == len(set(scheduler.requests.free_rows))
     phases = Counter(state.phase for state in live)
     assert scheduler.num_waiting == phases[Phase.WAITING] + phases[Phase.PREEMPTED]
-    assert scheduler.num_running == phases[Phase.RUNNING] + phases[Phase.FINISHING]
+    assert scheduler.requests.num_running == phases[Phase.RUNNING] + phases[Phase.FINISHING]
     rowless = [state for state in live if state.phase in (Phase.WAITING, Phase.PREEMPTED)]
     assert scheduler.waiting_tokens == sum(state.length for state in rowless)
     assert all(s.length == len(s.tokens) for s in live if s.phase == Phase.WAITING)

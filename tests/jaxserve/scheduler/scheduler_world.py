@@ -143,7 +143,9 @@ class World:
         self.clients[request.request_id] = Client(request)
 
     def deliver(self, events: list[StateEvent]) -> None:
-        assert not (self.by_request and events and self.scheduler.num_running), "a batch of requests ends as one"
+        assert not (self.by_request and events and self.scheduler.requests.num_running), (
+            "a batch of requests ends as one"
+        )
         for state, event in events:
             assert state.name == event.request_id
             client = self.clients[event.request_id]

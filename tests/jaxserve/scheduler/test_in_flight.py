@@ -45,7 +45,7 @@ def test_row_is_free_at_max_tokens():
     third = made.schedule()
     assert third is not None
     assert (names(third), third.admissions[0].row) == (["b"], 0)  # while a's last token is in flight on the same row
-    assert made.num_running == 2
+    assert made.requests.num_running == 2
     (event,) = land(made, second)
     assert (event.request_id, event.finish_reason) == ("a", FinishReason.LENGTH)
     (event,) = land(made, third)

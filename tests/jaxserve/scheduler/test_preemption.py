@@ -16,7 +16,7 @@ def test_the_latest_is_preempted_and_resumes_where_it_was():
     step(made, [12, 22])  # position 3
     plan, events = step(made, [13])  # position 4: a takes the last block, b needs one and is the latest
     assert [chunk.row for chunk in plan.chunks] == [0]
-    assert (made.num_running, made.num_waiting, made.waiting_tokens) == (1, 1, 5)
+    assert (made.requests.num_running, made.num_waiting, made.waiting_tokens) == (1, 1, 5)
     tokens, admissions = [], []
     while made.has_work:
         plan, events = step(made)
@@ -55,7 +55,7 @@ def test_preempted_request_ends_in_flight():
     assert made.schedule() is not None
     events = land(made, second, answer(second, [7, 2]))
     assert events[1].finish_reason == FinishReason.EOS
-    assert (made.num_waiting, made.num_running) == (0, 1)
+    assert (made.num_waiting, made.requests.num_running) == (0, 1)
     assert made.abort("b") == []
 
 

@@ -88,7 +88,7 @@ def test_nobody_overtakes_the_first_who_does_not_fit():
     made.submit(request("b", 4, max_tokens=12))  # 4 blocks: not now
     made.submit(request("c", 4, max_tokens=4))  # 2 blocks: would fit
     assert names(step(made)[0]) == ["a"]
-    while made.num_running:
+    while made.requests.num_running:
         assert names(step(made)[0]) == []
     assert names(step(made)[0]) == ["b", "c"]
 
@@ -99,7 +99,7 @@ def test_a_plan_holds_max_rows():
         made.submit(request(name, 2))
     plan, _ = step(made)
     assert names(plan) == ["a", "b"]
-    assert (made.num_running, made.num_waiting, made.waiting_tokens) == (2, 1, 2)
+    assert (made.requests.num_running, made.num_waiting, made.waiting_tokens) == (2, 1, 2)
 
 
 # ---- Chunks and buckets
@@ -250,7 +250,7 @@ def test_abort_in_every_state():
     assert names(fourth) == ["d"]
     assert made.abort("d")  # its last token in flight
     assert made.abort("d") == []
-    assert (made.num_running, made.num_waiting) == (0, 0)
+    assert (made.requests.num_running, made.num_waiting) == (0, 0)
     assert made.has_work  # plans in flight
     assert land(made, third) == []
     assert land(made, fourth) == []

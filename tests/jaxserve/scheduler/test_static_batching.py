@@ -54,7 +54,7 @@ def test_a_full_pool_closes_the_batch():
     made.submit(request("b", 4, max_tokens=8))  # 3 blocks
     made.submit(request("c", 4, max_tokens=4))  # 2 blocks: not now
     assert names(step(made)[0]) == ["a", "b"]
-    while made.num_running:
+    while made.requests.num_running:
         assert names(step(made)[0]) == []  # though a's blocks and row are free at once
     assert names(step(made)[0]) == ["c"]
 

@@ -212,10 +212,10 @@ def test_a_steady_request_can_be_aborted():
     for _ in range(30):
         plans.append(made.schedule())
         land(made, plans[-1])
-    assert plans[-1].steady == made.num_running == 1
+    assert plans[-1].steady == made.requests.num_running == 1
     assert [event.finish_reason for _, event in made.abort("x")] == [FinishReason.ABORTED]
     assert not made.has_work
-    assert made.num_running == made.pool.slots_held == 0
+    assert made.requests.num_running == made.pool.slots_held == 0
 
 
 def test_a_row_listed_again_joins_its_plans():
@@ -247,4 +247,4 @@ def test_a_row_whose_last_plan_is_in_flight_can_be_aborted():
     made.abort("x")
     assert [(each.steady, len(each.chunks)) for each in (last, after)] == [(1, 1), (1, 0)]
     assert land(made, last) == land(made, after) == []
-    assert made.num_running == 1
+    assert made.requests.num_running == 1
