@@ -112,7 +112,8 @@ void MultiplyBlock(const Number<T>* x, const T* kernel, int64_t stride, int64_t 
           __builtin_prefetch(reinterpret_cast<const char*>(kernel + o * stride + i) + kAhead);
       }
       for (int r = 0; r < kRows; r++) {
-        const auto row = Meet::Load(x + r * kPitch + i + half * kLanes);
+        auto row = Meet::Load(x + r * kPitch + i + half * kLanes);
+        KeepInRegister(row);
         for (int o = 0; o < kOuts; o++) sums[r][o] = Meet::AddProducts(sums[r][o], row, weights[o]);
       }
     }

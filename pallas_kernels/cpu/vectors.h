@@ -63,6 +63,18 @@ using Buffer = std::vector<T, LineAllocator<T>>;
 constexpr int64_t RoundDown(int64_t n, int64_t multiple) { return n / multiple * multiple; }
 constexpr int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Keeps a vector in a register. GCC loads it again for each instruction that takes it, as if that cost nothing.
+template <typename V>
+inline void KeepInRegister([[maybe_unused]] V& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__SSE__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
+
 inline Vec Splat(float x) { return x - Vec{}; }
 
 // A number type in memory, a vector of it, and its conversion to float.
