@@ -58,11 +58,12 @@ Timer = Callable[[AttentionShape, Cut, TuningLoad], float]
 
 def candidates(shape: AttentionShape) -> Iterator[Cut]:
     """The cuts to time; some may need more memory than the device has, and do not compile."""
-    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512, 1024), (128, 256, 512, 1024))
+    sizes = itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (64, 128, 256, 512, 1024), (128, 256, 512, 1024, 2048))
     rule = cuts.by_rule(shape)
     seen: set[Cut] = set()
     for units, slots, tile, tile_slots in sizes:
-        one = cuts.fitted(Cut(units, slots, tile, tile_slots, rule.part_rows, rule.part_slots), shape, tile)
+        one = rule._replace(units=units, unit_slots=slots, tile=tile, tile_slots=tile_slots)
+        one = cuts.fitted(one, shape, tile)
         if one not in seen and 2 * one.units * one.unit_slots * cuts.slot_bytes(shape) <= 2 * cuts.BUFFER_BYTES:
             seen.add(one)
             yield one

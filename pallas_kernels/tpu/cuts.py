@@ -14,10 +14,12 @@ from pallas_kernels.tpu.layout import BFLOAT16, LANES, head_span, lanes_of, oper
 # Keys and values in transit to a kernel, twice: a kernel has 16 MiB for these and its scratch memory.
 BUFFER_BYTES = 7 * 2**20
 # Keys and values of one head in one step of the prompt kernel; three such steps are in memory.
-_HEAD_BYTES = 2**19
+_HEAD_BYTES = 2**20
 # Devices whose matrix units are 256 wide: their products take more rows. Where a chunk has fewer tokens than rows, the
 # other rows are multiplied for nothing.
 _WIDE = ("TPU v6 lite", "TPU7x")
+# Devices that take all 256 lanes of a result from the matrix unit, even if the product has only 128.
+_WHOLE_RESULTS = ("TPU v6 lite",)
 # Devices with two cores that share a program's work; on others one core does all of it.
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
@@ -29,6 +31,8 @@ class Cut(NamedTuple):
       units / unit_slots: pieces of rows in one step of the decode kernel, and the slots of each.
       tile / tile_slots: flat tokens in one step of the prompt kernel, and the slots that it visits.
       part_rows / part_slots: most rows and slots of one product of the prompt kernel (`part_of_tile`).
+      joint_parts: parts without a mask that follow each other in one block of code, in which the products of one
+        overlap with the softmax of another.
     """
 
     units: int
@@ -37,6 +41,7 @@ class Cut(NamedTuple):
     tile_slots: int
     part_rows: int
     part_slots: int
+    joint_parts: int
 
 
 class Part(NamedTuple):
@@ -95,22 +100,23 @@ def by_rule(shape: AttentionShape) -> Cut:
     """Sizes by rule.
 
     Decodes have as many bytes in flight as fit, in at most four units, of 256 slots if that is no less than with 128:
-    large units are fewer chains of products and fill wide matrix units. Prompts have 512 rows and 1,024 slots, or fewer
+    large units are fewer chains of products and fill wide matrix units. Prompts have 512 rows and 2,048 slots, or fewer
     where a slot is wide.
     """
     fit = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
     slots = max((256, 128), key=lambda slots: slots * min(4, fit // slots))
     slots = max(shape.local_slots, min(slots, fit))
-    is_exact = operand_dtype(shape) != BFLOAT16
+    is_exact, is_wide = operand_dtype(shape) != BFLOAT16, shape.device_kind in _WIDE
     rows = 256 if is_exact else 512
     of_head = 2 * head_span(shape) * shape.pool_dtype.itemsize
     return Cut(
         units=max(1, min(4, fit // slots)),
         unit_slots=slots,
         tile=max(16, rows // shape.group // 16 * 16),
-        tile_slots=min(1024, _HEAD_BYTES // of_head),
-        part_rows=128 if is_exact else 512 if shape.device_kind in _WIDE else 256,
+        tile_slots=min(2048, _HEAD_BYTES // of_head),
+        part_rows=128 if is_exact else 512 if is_wide else 256,
         part_slots=512,
+        joint_parts=1 if is_exact else 4 if is_wide else 2,
     )
 
 
@@ -123,6 +129,15 @@ def part_of_tile(shape: AttentionShape, cut: Cut) -> Part:
         members = next(n for n in range(max(1, min(shape.group, most // tile)), 0, -1) if shape.group % n == 0)
     blocks, wanted = cut.tile_slots // size, max(1, cut.part_slots // size)
     return Part(members, tokens, next(n for n in range(min(blocks, wanted), 0, -1) if blocks % n == 0) * size)
+
+
+def sums_by_product(shape: AttentionShape) -> bool:
+    """Whether sums of weights are further lanes of the product with the values.
+
+    On some devices those lanes cost nothing. Scales of values come between the sums and the product.
+    """
+    has_free_lanes = shape.device_kind in _WHOLE_RESULTS and head_span(shape) % (2 * LANES) == LANES
+    return has_free_lanes and operand_dtype(shape) == BFLOAT16 and shape.pool_dtype == BFLOAT16
 
 
 def slot_bytes(shape: AttentionShape) -> int:

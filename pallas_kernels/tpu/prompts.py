@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.cuts import Cut, Part, cores, part_of_tile
+from pallas_kernels.tpu.cuts import Cut, Part, cores, part_of_tile, sums_by_product
 from pallas_kernels.tpu.layout import (
     COMPILER_PARAMS,
     LANES,
@@ -88,6 +88,7 @@ class _PromptKernel:
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
         lanes, part = head_span(shape), part_of_tile(shape, self.cut)
         parts = shape.group * tile // part.rows
+        joint, by_product = min(self.cut.joint_parts, self.cut.tile_slots // part.slots), sums_by_product(shape)
         operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
         if shape.soft_cap is None:
             factor *= LOG2_E
@@ -101,6 +102,9 @@ class _PromptKernel:
 
         def rows_of(i):
             return pl.ds(pl.multiple_of(i * part.rows, part.rows), part.rows)
+
+        def slots_of(j):
+            return pl.ds(pl.multiple_of(j * part.slots, part.slots), part.slots)
 
         def tokens_of(i):
             """The first token of a part, counted from the tile's."""
@@ -164,28 +168,47 @@ class _PromptKernel:
                 seen = jnp.clip(last + 1 - step * span, 0, span)
                 each = part.slots * devices  # positions
 
-                def of_slots(j, _):
+                def of_slots(j):
                     begin = step * span + j * each + first_slot
-                    is_whole = begin + each - size + local - 1 <= first
-                    if window is not None:
-                        is_whole &= begin > last - window
-                    add = partial(add_part, side, at, head, chunk, step, i, j, first, last)
-                    pl.when(is_whole)(partial(add, masked=False))
-                    pl.when(jnp.logical_not(is_whole))(partial(add, masked=True))
 
-                lax.fori_loop(lax.div(unseen, each), lax.div(seen + each - 1, each), of_slots, None)
+                    def is_whole(count):
+                        whole = begin + count * each - size + local - 1 <= first
+                        return whole if window is None else whole & (begin > last - window)
+
+                    add = partial(add_parts, side, at, head, chunk, step, i, j, first, last)
+                    together = is_whole(joint) & (j + joint <= self.cut.tile_slots // part.slots)
+                    alone = jnp.logical_not(together)
+                    pl.when(together)(partial(add, joint, masked=False))
+                    if joint > 1:
+                        pl.when(alone & is_whole(1))(partial(add, 1, masked=False))
+                    pl.when(alone & jnp.logical_not(is_whole(1)))(partial(add, 1, masked=True))
+                    return jnp.where(together, j + joint, j + 1)
+
+                end = lax.div(seen + each - 1, each)
+                lax.while_loop(lambda j: j < end, of_slots, jnp.int32(lax.div(unseen, each)))
 
             each_part(at, chunk, add_slots)
 
-        def add_part(side, at, head, chunk, step, i, j, first, last, *, masked):
-            """Add slots to the sums of some rows.
+        def add_parts(side, at, head, chunk, step, i, j, first, last, count, *, masked):
+            """Add slots to the sums of some rows, part by part.
+
+            The products of the next part come before the softmax of one: the compiler overlaps them.
 
             Args:
               first / last: positions of the first and the last token.
               masked: whether some token does not see some slot.
             """
-            rows, held = rows_of(i), pl.ds(pl.multiple_of(j * part.slots, part.slots), part.slots)
-            keys, values = kv_buf[side, 0, held].astype(operand), kv_buf[side, 1, held]
+            following = products(side, i, j)
+            for n in range(count):
+                scores, following = following, products(side, i, j + n + 1) if n + 1 < count else None
+                add_part(side, at, head, chunk, step, i, j + n, first, last, scores, masked=masked)
+
+        def products(side, i, j):
+            """Products of a part's queries and keys: float32[rows, slots]."""
+            return dot(query[rows_of(i)], kv_buf[side, 0, slots_of(j)].astype(operand), transposed=True)
+
+        def add_part(side, at, head, chunk, step, i, j, first, last, scores, *, masked):
+            rows, values = rows_of(i), kv_buf[side, 1, slots_of(j)]
             begin = step * span + j * part.slots * devices
             if masked:  # a slot that no token sees may hold NaN, and 0 * NaN is NaN
                 slot = positions_of(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape, first_slot) + begin
@@ -194,7 +217,7 @@ class _PromptKernel:
                     seen &= slot > first - window
                 values = jnp.where(seen, values.astype(jnp.float32), 0.0)
             values = values.astype(operand)
-            scores = dot(query[rows], keys, transposed=True) * factor  # [rows, slots]
+            scores *= factor
             if scale_buf is not None:
                 scores *= self._scales_of(scale_buf, side, 0, head, j, part)
             if shape.soft_cap is not None:
@@ -216,12 +239,18 @@ class _PromptKernel:
             weights = jnp.exp2(scores - across(raised, part.slots))
             shrink = jnp.exp2(old - raised)
             maximum[rows] = raised
-            total[rows] = total[rows] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            if by_product:
+                values = jnp.concatenate([values, jnp.ones((part.slots, LANES), operand)], axis=1)
+            else:
+                total[rows] = total[rows] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             if scale_buf is not None:
                 weights *= self._scales_of(scale_buf, side, 1, head, j, part)
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0.0)
-            acc[rows] = acc[rows] * across(shrink, lanes) + dot(weights.astype(operand), values)
+            weighted = dot(weights.astype(operand), values)
+            acc[rows] = acc[rows] * across(shrink, lanes) + weighted[:, :lanes]
+            if by_product:
+                total[rows] = total[rows] * shrink + weighted[:, lanes:]
 
         def end_chunk(turn, at, head, chunk):
             """Store the chunk's rows in the tile's result."""
@@ -280,9 +309,7 @@ class _PromptKernel:
         def _():
             begin = (first_tile, jnp.int32(0), tile_chunks[2 * first_tile], jnp.int32(0))
             steps.of_queries(0, *begin[:2]).start()
-            ahead = begin
-            for side in range(AHEAD):
-                ahead = steps.fetch(side, *ahead)
+            ahead = lax.fori_loop(0, AHEAD, lambda side, ahead: steps.fetch(side, *ahead), begin)
             carry = (jnp.int32(0), jnp.int32(0), begin, ahead)
             turns = lax.while_loop(lambda carry: carry[2][0] < end_tile, serve_step, carry)[1]
             for back in range(2):

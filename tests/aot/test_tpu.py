@@ -162,16 +162,18 @@ def code_of_decodes(code: Path, shape: AttentionShape, n_tokens: int) -> dict[st
 
 
 def code_of_prompts(code: Path, shape: AttentionShape, n_tokens: int) -> dict[str, float]:
-    """Bundles of the prompt kernel's two kinds of product, of which the one without a mask is the shorter, and serves
+    """Bundles of the prompt kernel's products: one part without a mask, one with it, and joint parts, which serve
     nearly all of a long prompt."""
-    part = cuts.part_of_tile(shape, cuts.cut(shape, n_tokens))
+    cut = cuts.cut(shape, n_tokens)
+    part = cuts.part_of_tile(shape, cut)
     mflop = 4 * part.rows * part.slots * shape.head_dim / 1e6
     products = [block for block in bundles.blocks(code, "attention_prompts") if block.products]
-    inner, masked = sorted(products, key=lambda block: block.bundles)
+    alone, masked, joint = sorted(products, key=lambda block: block.bundles)
     return {
-        "bundles a MFLOP": round(inner.bundles / mflop, 2),
+        "bundles a MFLOP": round(joint.bundles / cut.joint_parts / mflop, 2),
+        "bundles a MFLOP, one part": round(alone.bundles / mflop, 2),
         "bundles a MFLOP, masked": round(masked.bundles / mflop, 2),
-        "spills": inner.spills,
+        "spills": joint.spills,
     }
 
 

@@ -47,7 +47,7 @@ SUBJECTS = {
     "cpu": Subject(make=_native, block_sizes=(8, 1, 2, 16, 32, 64)),
     "gpu": Subject(make=lambda: GpuBackend(interpret=not _ON_GPU), block_sizes=(16, 1, 64), slow=not _ON_GPU),
     "tpu": Subject(
-        make=lambda: TpuBackend(cut=Cut(2, 64, 64, 64, 32, 32), interpret=pltpu.InterpretParams()),
+        make=lambda: TpuBackend(cut=Cut(2, 64, 64, 64, 32, 32, 2), interpret=pltpu.InterpretParams()),
         block_sizes=(32, 64),
         slow=True,
     ),

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import api, tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu import TpuBackend, decodes, prompts, writes
+from pallas_kernels.tpu import TpuBackend, cuts, decodes, prompts, writes
 from pallas_kernels.tpu.cuts import Cut, cores
 from pallas_kernels.tpu.layout import lanes_of
 
@@ -40,7 +40,9 @@ def mixed(h) -> bool:
 
 def small(block: int) -> Cut:
     """Two units of two blocks and small tiles: every loop turns."""
-    return Cut(units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block, part_rows=16, part_slots=block)
+    return Cut(
+        units=2, unit_slots=2 * block, tile=32, tile_slots=2 * block, part_rows=16, part_slots=block, joint_parts=2
+    )
 
 
 @pytest.mark.interpret
@@ -53,6 +55,18 @@ def test_no_races(harness, capfd):
     assert cores(h.shape) == 2
     assert mixed(h)
     assert RACE not in capfd.readouterr().out
+
+
+def test_sums_by_product(harness):
+    """Weights are added up by the product with the values, on the device where that costs nothing."""
+    block = 16
+    backend = TpuBackend(cut=small(block), interpret=LATE)
+    sizes = {"heads": 2, "dim": 64, "block": block, "bucket": 6 * block, "windows": (None, 3 * block)}
+    h = harness(backend, dtype="bfloat16", device="TPU v6 lite", sinks=True, **sizes)
+    assert cuts.sums_by_product(h.shape)
+    assert not cuts.sums_by_product(replace(h.shape, pool_dtype=np.dtype("int8")))
+    assert not cuts.sums_by_product(replace(h.shape, device_kind="TPU7x"))
+    assert mixed(h)
 
 
 class Unwaited:
