@@ -92,6 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("turns")
     group.add_argument("--engines", default=",".join(PEERS), metavar="A,B", help="peers (default: %(default)s)")
     group.add_argument("--parts", default="steps,load", metavar="A,B", help="what to measure (default: %(default)s)")
+    group.add_argument("--cases", metavar="A,B", help="steps to time, as tables name them (default: all)")
     group.add_argument("--rounds", type=flags.positive, default=2, metavar="N", help="of steps (default: %(default)s)")
     group.add_argument(
         "--loads", type=list_flags.shares, default=[0.5, 0.8, 1.2], metavar="X,...", help="(default: 0.5,0.8,1.2)"
@@ -115,7 +116,10 @@ def run(args: argparse.Namespace) -> int:
       The exit code: 1 when a peer could not be made or run, or its outputs differ from ours.
     """
     names, parts = args.engines.split(","), args.parts.split(",")
-    for kind, given, known in (("peer", names, PEERS), ("part", parts, ("steps", "load"))):
+    cases = {case.name: case for case in (step.QUICK_CASES if args.quick else CASES)}
+    chosen_cases = list(cases) if args.cases is None else args.cases.split(",")
+    named = (("peer", names, PEERS), ("part", parts, ("steps", "load")), ("case", chosen_cases, cases))
+    for kind, given, known in named:
         for name in given:
             if name not in known:
                 raise ValueError(f"{name!r} is no known {kind}; there are {', '.join(known)}")
@@ -126,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell ignores SIGINT for commands in the background
         signal.signal(number, signal.default_int_handler)
     scope = Scope(
-        cases=() if "steps" not in parts else step.QUICK_CASES if args.quick else CASES,
+        cases=tuple(cases[name] for name in chosen_cases) if "steps" in parts else (),
         steps=3 if args.quick else args.steps,
         rounds=1 if args.quick else args.rounds,
         workload=lambda vocab_size: flags.uniform(args, vocab_size),

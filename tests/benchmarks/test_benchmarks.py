@@ -105,6 +105,7 @@ def test_unwritable_output_is_refused_first(tmp_path, capsys, nested):
     [
         (("peers", "--engines", "vllm"), "'vllm' is no known peer; there are transformers, continuous, ctranslate2"),
         (("peers", "--parts", "steps,all"), "'all' is no known part; there are steps, load"),
+        (("peers", "--cases", "decode 1 row"), "'decode 1 row' is no known case; there are decode 1 row at 100"),
         (("offline", "--shape", "bloom"), "'bloom' is no known shape; there are bloom-560m"),
         (("offline", "--shape", "tiny", "--prompt", "9:3"), "is not a length range"),
         (("step", "--shape", "tiny", "--dtypes", "int8"), "'int8' is no dtype to measure"),
