@@ -64,7 +64,7 @@ def candidates(shape: AttentionShape) -> Iterator[Cut]:
     for units, slots, tile, tile_slots in sizes:
         one = rule._replace(units=units, unit_slots=slots, tile=tile, tile_slots=tile_slots)
         one = cuts.fitted(one, shape, tile)
-        if one not in seen and 2 * one.units * one.unit_slots * cuts.slot_bytes(shape) <= 2 * cuts.BUFFER_BYTES:
+        if one not in seen and 2 * one.units * one.unit_slots * cuts.slot_bytes(shape) <= 2 * cuts.buffer_bytes(shape):
             seen.add(one)
             yield one
 

@@ -17,6 +17,7 @@ from jaxtyping import Float, Float32
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionBatch, AttentionShape, PartialAttention
 from pallas_kernels.tpu import cuts, decodes, prompts, writes
+from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import Cut, largest_block, slot_bytes
 from pallas_kernels.tpu.layout import (
     BFLOAT16,
@@ -166,7 +167,7 @@ class TpuBackend:
             out, pool = decodes.attend(
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
-            out, n_decodes = out[..., : shape.num_kv_heads * shape.head_dim], bounds[cuts.cores(shape)]
+            out, n_decodes = out[..., : shape.num_kv_heads * shape.head_dim], bounds[chip(shape).cores]
             if meta.prompts is None:  # one operation in this shape, and three once heads are split
                 out = jnp.where(jnp.arange(n_chunks)[:, None, None] < n_decodes, out, 0.0)
             found = [_by_head(out[:, : shape.group], shape)]
@@ -209,7 +210,7 @@ def _prepare(
         lengths = visited(kv_lens, window, shape.block_size)
         each = cut.unit_slots * shape.slot_parts  # positions of a unit
         ends = jnp.cumsum(-(-lengths // each) * is_decode, dtype=jnp.int32)  # in units
-        parts = cuts.cores(shape)
+        parts = chip(shape).cores
         begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
         begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
         units = jnp.diff(jnp.pad(ends, (1, 0))[begins])

@@ -9,19 +9,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.layout import BFLOAT16, LANES, head_span, lanes_of, operand_dtype, round_up, slot_tile
 
-# Keys and values in transit to a kernel, twice: a kernel has 16 MiB for these and its scratch memory.
-BUFFER_BYTES = 7 * 2**20
+# Keys and values in transit to a kernel, twice, on any chip: a kernel has 16 MiB for these and its scratch memory.
+_LEAST_BUFFER_BYTES = 7 * 2**20
+# Those of the decode kernel on chips with more memory, of which it is a quarter at most.
+_MOST_BUFFER_BYTES = 16 * 2**20
+_SCRATCH_BYTES = 9 * 2**20
 # Keys and values of one head in one step of the prompt kernel; three such steps are in memory.
 _HEAD_BYTES = 2**20
-# Devices whose matrix units are 256 wide: their products take more rows. Where a chunk has fewer tokens than rows, the
-# other rows are multiplied for nothing.
-_WIDE = ("TPU v6 lite", "TPU7x")
-# Devices that take all 256 lanes of a result from the matrix unit, even if the product has only 128.
-_WHOLE_RESULTS = ("TPU v6 lite",)
-# Devices with two cores that share a program's work; on others one core does all of it.
-_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 
 class Cut(NamedTuple):
@@ -99,15 +96,15 @@ def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
 def by_rule(shape: AttentionShape) -> Cut:
     """Sizes by rule.
 
-    Decodes have as many bytes in flight as fit, in at most four units, of 256 slots if that is no less than with 128:
-    large units are fewer chains of products and fill wide matrix units. Prompts have 512 rows and 2,048 slots, or fewer
-    where a slot is wide.
+    Decodes have as many bytes in flight as fit, in at most four units, and in two or more if they can. Of sizes for
+    which that is equal they take the largest: fewer units are fewer branches. Prompts have 1,024 rows, or 512 where two
+    cores share the tiles, and 2,048 slots, or fewer where a slot is wide.
     """
-    fit = BUFFER_BYTES // (2 * slot_bytes(shape))  # slots of a step that fit in
-    slots = max((256, 128), key=lambda slots: slots * min(4, fit // slots))
+    fit = buffer_bytes(shape) // (2 * slot_bytes(shape))  # slots of a step that fit in
+    slots = max((512, 256, 128), key=lambda slots: (fit // slots > 1, slots * min(4, fit // slots)))
     slots = max(shape.local_slots, min(slots, fit))
-    is_exact, is_wide = operand_dtype(shape) != BFLOAT16, shape.device_kind in _WIDE
-    rows = 256 if is_exact else 512
+    is_exact, is_wide = operand_dtype(shape) != BFLOAT16, chip(shape).is_wide
+    rows = 256 if is_exact else 1024 // chip(shape).cores
     of_head = 2 * head_span(shape) * shape.pool_dtype.itemsize
     return Cut(
         units=max(1, min(4, fit // slots)),
@@ -136,7 +133,7 @@ def sums_by_product(shape: AttentionShape) -> bool:
 
     On some devices those lanes cost nothing. Scales of values come between the sums and the product.
     """
-    has_free_lanes = shape.device_kind in _WHOLE_RESULTS and head_span(shape) % (2 * LANES) == LANES
+    has_free_lanes = chip(shape).whole_results and head_span(shape) % (2 * LANES) == LANES
     return has_free_lanes and operand_dtype(shape) == BFLOAT16 and shape.pool_dtype == BFLOAT16
 
 
@@ -148,9 +145,14 @@ def slot_bytes(shape: AttentionShape) -> int:
 def largest_block(shape: AttentionShape) -> int:
     """Most slots in a block that the kernels can hold; 0 if fewer than one memory tile."""
     tile = slot_tile(shape.pool_dtype)
-    return BUFFER_BYTES // (2 * slot_bytes(shape)) // tile * tile
+    return _LEAST_BUFFER_BYTES // (2 * slot_bytes(shape)) // tile * tile
 
 
-def cores(shape: AttentionShape) -> int:
-    """The number of cores that share the kernels' work."""
-    return 2 if shape.device_kind in _TWO_CORES else 1
+def buffer_bytes(shape: AttentionShape) -> int:
+    """Most bytes of keys and values in transit to the decode kernel, twice."""
+    return max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, chip(shape).memory // 4))
+
+
+def memory_of_decodes(units: int, slots: int, shape: AttentionShape) -> int:
+    """Bytes of the chip's memory that the decode kernel may use."""
+    return max(_LEAST_BUFFER_BYTES, 2 * units * slots * slot_bytes(shape)) + _SCRATCH_BYTES

@@ -11,7 +11,7 @@ there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.cuts import cores
+from pallas_kernels.tpu.chips import chip
+from pallas_kernels.tpu.cuts import memory_of_decodes
 from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes, scales_by_row
 from pallas_kernels.tpu.layout import (
     COMPILER_PARAMS,
@@ -70,7 +71,7 @@ class _DecodeKernel:
         scratch: DecodeScratch,
     ):
         shape, local, parts = self.shape, self.shape.local_slots, self.shape.slot_parts
-        first_slot = 0 if parts == 1 else bounds[2 * cores(shape) + 1] * local
+        first_slot = 0 if parts == 1 else bounds[2 * chip(shape).cores + 1] * local
         kv_buf, scale_buf = scratch.blocks
         new_buf, new_scale_buf = scratch.new
         row_buf, out_buf, total, acc = scratch.rows, scratch.out, scratch.total, scratch.acc
@@ -231,7 +232,7 @@ class _DecodeKernel:
 
             return following, cursor
 
-        n_units = bounds[cores(shape) + 1 + core]
+        n_units = bounds[chip(shape).cores + 1 + core]
         carry = steps.start(0, low, jnp.int32(0))
         lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, carry)
         for back in range(rings):
@@ -323,7 +324,7 @@ def attend(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(cores(shape),),
+            grid=(chip(shape).cores,),
             in_specs=(anywhere, *by_head_specs, pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[
@@ -343,7 +344,7 @@ def attend(
             ],
         ),
         input_output_aliases={n_before + i: 1 + i for i in range(len(jax.tree.leaves(pool)))},
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=replace(COMPILER_PARAMS, vmem_limit_bytes=memory_of_decodes(units, slots, shape)),
         interpret=interpret,
         name="attention_decodes",
     )(bounds, kv_lens, tables, first_block, rows, *by_head, kept_in_memory(pool, interpret))

@@ -28,7 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.cuts import Cut, Part, cores, part_of_tile, sums_by_product
+from pallas_kernels.tpu.chips import chip
+from pallas_kernels.tpu.cuts import Cut, part_of_tile, sums_by_product
 from pallas_kernels.tpu.layout import (
     COMPILER_PARAMS,
     LANES,
@@ -45,6 +46,7 @@ from pallas_kernels.tpu.layout import (
     scale_rows,
     score_factor,
 )
+from pallas_kernels.tpu.parts import TileParts
 from pallas_kernels.tpu.steps import AHEAD, PromptScratch, PromptSteps
 
 # Scores, biases and sinks are multiplied by this, because the chip has powers of 2 only.
@@ -87,7 +89,6 @@ class _PromptKernel:
         q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
         lanes, part = head_span(shape), part_of_tile(shape, self.cut)
-        parts = shape.group * tile // part.rows
         joint, by_product = min(self.cut.joint_parts, self.cut.tile_slots // part.slots), sums_by_product(shape)
         operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
         if shape.soft_cap is None:
@@ -98,42 +99,14 @@ class _PromptKernel:
         steps = PromptSteps(
             shape, self.cut, window, offsets, kv_lens, tables, first_block, tile_chunks, q, pool, out, scratch, end_tile
         )
-        span = steps.span
-
-        def rows_of(i):
-            return pl.ds(pl.multiple_of(i * part.rows, part.rows), part.rows)
-
-        def slots_of(j):
-            return pl.ds(pl.multiple_of(j * part.slots, part.slots), part.slots)
-
-        def tokens_of(i):
-            """The first token of a part, counted from the tile's."""
-            return 0 if part.tokens == tile else lax.rem(i * part.rows, tile)
-
-        def of_tile(i):
-            """A part's place in a buffer of [group, tile, lanes]."""
-            if part.tokens == tile:
-                return pl.ds(i * part.members, part.members), slice(None)
-            first = pl.multiple_of(lax.rem(i * part.rows, tile), part.tokens)
-            return pl.ds(lax.div(i * part.rows, tile), 1), pl.ds(first, part.tokens)
-
-        def each_part(at, chunk, act):
-            """Calls act(part, first and last of the chunk's positions in it) for parts that have any."""
-            begin, end, last = steps.part_of(at, chunk)
-
-            def of_part(i, _):
-                low = jnp.maximum(begin, tokens_of(i))
-                high = jnp.minimum(end, tokens_of(i) + part.tokens)
-                pl.when(low < high)(lambda: act(i, last - (end - 1 - low), last - (end - high)))
-
-            lax.fori_loop(0, parts, of_part, None)
+        parts, span = TileParts(steps, part), steps.span
 
         def begin_chunk(turn, at, head, chunk):
             """Move the head's queries to its lanes; start the softmax, from the sinks if any."""
 
             def begin(i, _first, _last):
-                rows = rows_of(i)
-                queries = q_buf[(lax.rem(turn, 2), *of_tile(i))].astype(jnp.float32)
+                rows = parts.rows(i)
+                queries = q_buf[(lax.rem(turn, 2), *parts.place(i))].astype(jnp.float32)
                 queries = queries.reshape(part.rows, out_lanes(shape))
                 if lanes > out_lanes(shape):
                     zeros = jnp.zeros((part.rows, lanes - out_lanes(shape)), jnp.float32)
@@ -143,22 +116,15 @@ class _PromptKernel:
                     maximum[rows] = jnp.full((part.rows, LANES), LOWEST, jnp.float32)
                     total[rows] = jnp.zeros((part.rows, LANES), jnp.float32)
                 else:
-                    sink = self._by_row(sinks, head, i, part)
+                    sink = parts.by_row(sinks, head, i)
                     if slopes is not None:  # the bias of all rows counts from the last token
-                        before = positions(at, chunk, i) - steps.part_of(at, chunk)[2]
-                        sink += self._by_row(slopes, head, i, part) * before.astype(jnp.float32)
+                        before = parts.positions(at, chunk, i) - steps.part_of(at, chunk)[2]
+                        sink += parts.by_row(slopes, head, i) * before.astype(jnp.float32)
                     maximum[rows] = jnp.broadcast_to(sink, (part.rows, LANES))
                     total[rows] = jnp.ones((part.rows, LANES), jnp.float32)
                 acc[rows] = jnp.zeros((part.rows, lanes), jnp.float32)
 
-            each_part(at, chunk, begin)
-
-        def positions(at, chunk, i):
-            """Position of each token of a part, -1 outside the chunk: int32[rows, 1]."""
-            begin, end, last = steps.part_of(at, chunk)
-            token = lax.broadcasted_iota(jnp.int32, (part.members, part.tokens, 1), 1) + tokens_of(i)
-            token = token.reshape(part.rows, 1)
-            return jnp.where((token >= begin) & (token < end), last - (end - 1 - token), -1)
+            parts.each(at, chunk, begin)
 
         def add_step(side, at, head, chunk, step):
             """Add a step's slots to the sums of the chunk's tokens, part by part."""
@@ -187,7 +153,7 @@ class _PromptKernel:
                 end = lax.div(seen + each - 1, each)
                 lax.while_loop(lambda j: j < end, of_slots, jnp.int32(lax.div(unseen, each)))
 
-            each_part(at, chunk, add_slots)
+            parts.each(at, chunk, add_slots)
 
         def add_parts(side, at, head, chunk, step, i, j, first, last, count, *, masked):
             """Add slots to the sums of some rows, part by part.
@@ -205,10 +171,11 @@ class _PromptKernel:
 
         def products(side, i, j):
             """Products of a part's queries and keys: float32[rows, slots]."""
-            return dot(query[rows_of(i)], kv_buf[side, 0, slots_of(j)].astype(operand), transposed=True)
+            return dot(query[parts.rows(i)], kv_buf[side, 0, parts.slots(j)].astype(operand), transposed=True)
 
         def add_part(side, at, head, chunk, step, i, j, first, last, scores, *, masked):
-            rows, values = rows_of(i), kv_buf[side, 1, slots_of(j)]
+            """Add a part's slots to the sums of its rows; `scores` are the `products`."""
+            rows, values = parts.rows(i), kv_buf[side, 1, parts.slots(j)]
             begin = step * span + j * part.slots * devices
             if masked:  # a slot that no token sees may hold NaN, and 0 * NaN is NaN
                 slot = positions_of(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape, first_slot) + begin
@@ -219,16 +186,16 @@ class _PromptKernel:
             values = values.astype(operand)
             scores *= factor
             if scale_buf is not None:
-                scores *= self._scales_of(scale_buf, side, 0, head, j, part)
+                scores *= parts.scales(side, 0, head, j)
             if shape.soft_cap is not None:
                 scores = shape.soft_cap * LOG2_E * jnp.tanh(scores)
             position = positions_of(lax.broadcasted_iota(jnp.int32, (1, part.slots), 1), shape, first_slot) + begin
             if slopes is not None:
                 from_last = (position - steps.part_of(at, chunk)[2]).astype(jnp.float32)
-                scores += self._by_row(slopes, head, i, part) * from_last
+                scores += parts.by_row(slopes, head, i) * from_last
             visible = None
             if masked:
-                mine = positions(at, chunk, i)
+                mine = parts.positions(at, chunk, i)
                 visible = position <= mine
                 if window is not None:
                     visible &= position > mine - window
@@ -244,7 +211,7 @@ class _PromptKernel:
             else:
                 total[rows] = total[rows] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             if scale_buf is not None:
-                weights *= self._scales_of(scale_buf, side, 1, head, j, part)
+                weights *= parts.scales(side, 1, head, j)
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0.0)
             weighted = dot(weights.astype(operand), values)
@@ -256,16 +223,16 @@ class _PromptKernel:
             """Store the chunk's rows in the tile's result."""
 
             def end(i, _first, _last):
-                rows, place = rows_of(i), (lax.rem(turn, 2), *of_tile(i))
+                rows, place = parts.rows(i), (lax.rem(turn, 2), *parts.place(i))
                 sums = across(total[rows], lanes)
                 result = acc[rows] / jnp.where(sums > 0, sums, 1.0)
                 result = _turn(result, steps.lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
                 if devices > 1:
                     result = jnp.concatenate([result, log_sum(maximum[rows] / LOG2_E, total[rows])], axis=1)
-                mine, held = positions(at, chunk, i) >= 0, out_buf[place]
+                mine, held = parts.positions(at, chunk, i) >= 0, out_buf[place]
                 out_buf[place] = jnp.where(mine, result, held.reshape(result.shape)).reshape(held.shape)
 
-            each_part(at, chunk, end)
+            parts.each(at, chunk, end)
 
         def serve_step(carry):
             side, turn, here, ahead = carry
@@ -317,22 +284,6 @@ class _PromptKernel:
                 @pl.when(turns > back)
                 def _(back=back):
                     steps.of_results(lax.rem(turns - 1 - back, 2), first_tile, 0).wait()
-
-    def _scales_of(self, scale_buf: Any, side: jax.Array, half: int, head: jax.Array, j: jax.Array, part: Part) -> Any:
-        """The scales of a head in the slots of a part: float32[1, slots]."""
-        blocks = part.slots // self.shape.local_slots
-        return jnp.concatenate([scale_buf[side, j * blocks + b, half, pl.ds(head, 1)] for b in range(blocks)], axis=1)
-
-    def _by_row(self, values: Any, head: jax.Array, i: jax.Array, part: Part) -> jax.Array:
-        """Per-head values for the rows of a part: float32[rows, 1], or a scalar for one head."""
-        first = head * self.shape.group + lax.div(i * part.rows, self.cut.tile)
-        if part.members == 1:
-            return values[first]
-        member = lax.broadcasted_iota(jnp.int32, (part.members, part.tokens, 1), 0).reshape(part.rows, 1)
-        by_row = jnp.zeros(member.shape, jnp.float32)
-        for j in range(part.members):
-            by_row = jnp.where(member == j, values[first + j], by_row)
-        return by_row
 
 
 def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
@@ -390,7 +341,7 @@ def attend(
         out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], given), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
-            grid=(cores(shape),),
+            grid=(chip(shape).cores,),
             in_specs=(
                 *(None if values is None else pl.BlockSpec(memory_space=pltpu.SMEM) for values in (slopes, sinks)),
                 anywhere,

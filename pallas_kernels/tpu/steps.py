@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.cuts import Cut, cores
+from pallas_kernels.tpu.chips import chip
+from pallas_kernels.tpu.cuts import Cut
 from pallas_kernels.tpu.layout import LANES, TpuPool, head_span, lanes_of, slot_tile, visited
 
 # Steps whose blocks are on their way while one is computed.
@@ -210,7 +211,7 @@ class PromptSteps(NamedTuple):
         more_chunks = chunk < self.tile_chunks[2 * at + 1]
         more_heads = head + 1 < self.shape.num_kv_heads
         new_head = jnp.logical_not(more_steps | more_chunks)
-        next_at = jnp.where(new_head & jnp.logical_not(more_heads), at + cores(self.shape), at)
+        next_at = jnp.where(new_head & jnp.logical_not(more_heads), at + chip(self.shape).cores, at)
         in_range = jnp.minimum(next_at, self.tile_chunks.shape[0] // 2 - 1)
         next_head = jnp.where(new_head, jnp.where(more_heads, head + 1, 0), head)
         next_chunk = jnp.where(more_steps, chunk, jnp.where(more_chunks, chunk + 1, self.tile_chunks[2 * in_range]))

@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import api, tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, cuts, decodes, prompts, writes
-from pallas_kernels.tpu.cuts import Cut, cores
+from pallas_kernels.tpu.chips import chip
+from pallas_kernels.tpu.cuts import Cut
 from pallas_kernels.tpu.layout import lanes_of
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
@@ -52,7 +53,7 @@ def test_no_races(harness, capfd):
     backend = TpuBackend(cut=small(block), interpret=replace(WATCHED, num_cores_or_threads=2))
     h = harness(backend, heads=2, dim=64, block=block, bucket=6 * block)
     h.shape = replace(h.shape, device_kind="TPU v4")
-    assert cores(h.shape) == 2
+    assert chip(h.shape).cores == 2
     assert mixed(h)
     assert RACE not in capfd.readouterr().out
 

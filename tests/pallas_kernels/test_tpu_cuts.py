@@ -7,20 +7,21 @@ from pallas_kernels.tpu import cuts
 from pallas_kernels.tpu.cuts import Cut
 
 
-def shape(heads=7, pool="bfloat16"):
-    return tpu_tune.shape_of(heads, heads, 128, pool, "TPU v9")
+def shape(heads=7, pool="bfloat16", device="TPU v9"):
+    return tpu_tune.shape_of(heads, heads, 128, pool, device)
 
 
 @pytest.mark.parametrize("heads", [1, 7, 32])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
-def test_cuts_are_whole_blocks_and_fit(heads, pool):
+@pytest.mark.parametrize(("device", "mib"), [("TPU v4", 7), ("TPU v6 lite", 16)])
+def test_cuts_are_whole_blocks_and_fit(heads, pool, device, mib):
     for n_tokens in (1, 16, 300, 4096):
-        cut = cuts.cut(shape(heads, pool), n_tokens)
+        cut = cuts.cut(shape(heads, pool, device), n_tokens)
         size = shape(heads, pool).block_size
         assert cut.unit_slots % size == 0
         assert cut.tile_slots % size == 0
         assert cut.tile % 16 == 0
-        assert 2 * cut.units * cut.unit_slots * cuts.slot_bytes(shape(heads, pool)) <= cuts.BUFFER_BYTES
+        assert 2 * cut.units * cut.unit_slots * cuts.slot_bytes(shape(heads, pool)) <= mib * 2**20
 
 
 def test_known_devices_are_cut_as_measured(monkeypatch):
@@ -30,9 +31,23 @@ def test_known_devices_are_cut_as_measured(monkeypatch):
     assert cuts.cut(shape(), 100).tile == 112
 
 
-UNITS = [(1, (4, 256)), (7, (4, 256)), (8, (3, 256)), (16, (3, 128)), (32, (1, 128))]
+UNITS = [
+    ("TPU v4", 1, (4, 512)),
+    ("TPU v4", 7, (2, 512)),
+    ("TPU v4", 8, (3, 256)),
+    ("TPU v4", 16, (3, 128)),
+    ("TPU v4", 32, (1, 128)),
+    ("TPU v6 lite", 8, (4, 512)),
+    ("TPU v6 lite", 32, (2, 256)),
+]
 
 
-@pytest.mark.parametrize(("heads", "units"), UNITS)
-def test_units_of_decodes_are_large_where_no_less_is_copied(heads, units):
-    assert cuts.cut(shape(heads, "bfloat16"), 16)[:2] == units
+@pytest.mark.parametrize(("device", "heads", "units"), UNITS)
+def test_units_of_decodes_are_large_where_no_less_is_copied(device, heads, units):
+    assert cuts.cut(shape(heads, "bfloat16", device), 16)[:2] == units
+
+
+def test_decodes_ask_for_the_memory_of_their_buffers():
+    one = shape(8, "bfloat16", "TPU v6 lite")
+    assert cuts.memory_of_decodes(4, 512, one) == (16 + 9) * 2**20
+    assert cuts.memory_of_decodes(1, 128, one) == 16 * 2**20  # what a kernel gets without asking
