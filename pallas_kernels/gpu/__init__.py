@@ -193,8 +193,8 @@ def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Arr
 
 def _prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
     wide = width(shape)
-    if is_exact(shape):  # no tensor cores: threads hold whole rows of a product, and 64 of them would not fit
-        most, slots, warps, stages = 32 if wide < 128 else 16, 32 if wide <= 128 else 16, 8, 1
+    if is_exact(shape):  # registers hold two parts of each operand: 64 rows would not fit
+        most, slots, warps, stages = (32, 32, 8, 2) if wide <= 128 else (16, 16, 8, 2)
     else:
         most, slots, warps, stages = 128, 64 if wide <= 128 else 32, 8, 2
     rows = max(min(max(most, power_of_two(shape.group)), power_of_two(n_tokens * shape.group)), LEAST_DOT)
@@ -205,7 +205,7 @@ def _decode_tiling(shape: AttentionShape) -> Tiling:
     """The tiling for the query heads of one token that share a KV head."""
     rows, wide = max(power_of_two(shape.group), LEAST_DOT), width(shape) > 128
     if is_exact(shape):
-        return Tiling(rows, 16 if wide else 32, 8, 1)
+        return Tiling(rows, 16 if wide else 32, 8, 2)
     return Tiling(rows, 32 if wide else 64, 4 if rows <= 64 else 8, 3)
 
 
@@ -240,7 +240,7 @@ def _attend(
         pool, out = call(partial(write_kernel, shape=shape), (len(q),), 4, 1, inputs, context.pool, new_out)
     with jax.named_scope("attention_attend"):
         inputs = (q, context._replace(pool=pool))
-        statics = {"shape": shape, "scale": scale, "window": window}
+        statics = {"shape": shape, "scale": scale, "window": window, "interpret": interpret}
 
         decodes, parts = len(meta.decodes), _n_parts(len(meta.decodes), shape, window)
         tiling = _decode_tiling(shape)

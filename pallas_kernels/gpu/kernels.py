@@ -77,8 +77,17 @@ def width(shape: AttentionShape) -> int:
 
 
 def is_exact(shape: AttentionShape) -> bool:
-    """Whether products must be in float32: tensor cores would round its operands."""
+    """Whether operands of products are float32 (`exact_products`)."""
     return shape.dtype == np.float32 or shape.pool_dtype == np.float32
+
+
+def exact_products(interpret: bool) -> Any:
+    """The precision of such products.
+
+    On tensor cores an operand is the sum of two TF32 numbers, which have 11 bits each, and a product the sum of three.
+    The interpreter, on a CPU, has float32.
+    """
+    return lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 # Writing.
@@ -273,11 +282,12 @@ def tile_kernel(
     shape: AttentionShape,
     scale: float,
     window: int | None,
+    interpret: bool,
 ):
     """Attention of some queries of one chunk with all heads that share a KV head."""
     item, head, which = (pl.program_id(i) for i in range(3))
     part = _part(items, item, which, pl.num_programs(2), tiling.slots, window)
-    dtype, precision = (jnp.float32, lax.Precision.HIGHEST) if is_exact(shape) else (jnp.bfloat16, None)
+    dtype, precision = (jnp.float32, exact_products(interpret)) if is_exact(shape) else (jnp.bfloat16, None)
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     @pl.when(part.first_tile < part.end_tile)

@@ -56,12 +56,13 @@ DECODE, MIXED = (8, 8), (512, 32)  # tokens, chunks
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What the assembler says of a kernel; shared memory in bytes."""
+    """What the assembler says of a kernel; shared memory in bytes. The number of products of TF32 in its code."""
 
     name: str
     registers: int
     spilled: int
     shared: int
+    tf32: int
 
 
 def compile_dumped(lowered: Any, dump: Path) -> tuple[Any, list[Kernel]]:
@@ -86,7 +87,15 @@ def kernels(dump: Path) -> list[Kernel]:
         command = [f"{package}/bin/ptxas", "-v", "--gpu-name", target, str(path), "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
-        found.append(Kernel(name=name, registers=int(registers[0]), spilled=int(spilled[0]), shared=int(shared[name])))
+        found.append(
+            Kernel(
+                name=name,
+                registers=int(registers[0]),
+                spilled=int(spilled[0]),
+                shared=int(shared[name]),
+                tf32=len(re.findall(r"mma\S*\.tf32\.tf32\.", text)),
+            )
+        )
     return found
 
 
@@ -166,6 +175,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         )
         # Some pointers of a tile on the older generation; what reads the pool for decodes spills nothing.
         assert kernel.spilled <= (256 if "tile" in kernel.name else 0)
+        assert (kernel.tf32 > 0) == ("tile" in kernel.name and "float32" in (dtype, pool))
     if (heads, kv_heads, dim, dtype, pool) == HELD:
         for kernel in found:
             name = re.sub(r"_kernel", "", kernel.name)
