@@ -23,13 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu import costs
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import memory_of_decodes
 from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes, scales_by_row
 from pallas_kernels.tpu.layout import (
-    COMPILER_PARAMS,
     LANES,
     LOWEST,
+    ON_CORES,
     TpuPool,
     across,
     dot,
@@ -344,7 +345,8 @@ def attend(
             ],
         ),
         input_output_aliases={n_before + i: 1 + i for i in range(len(jax.tree.leaves(pool)))},
-        compiler_params=replace(COMPILER_PARAMS, vmem_limit_bytes=memory_of_decodes(units, slots, shape)),
+        compiler_params=replace(ON_CORES, vmem_limit_bytes=memory_of_decodes(units, slots, shape)),
+        cost_estimate=costs.of_decodes(shape, n_chunks, window),
         interpret=interpret,
         name="attention_decodes",
     )(bounds, kv_lens, tables, first_block, rows, *by_head, kept_in_memory(pool, interpret))

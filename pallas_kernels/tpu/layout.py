@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -31,7 +32,9 @@ class TpuPool(NamedTuple):
 
 
 # To check that a copy is within its arrays takes a core longer than to start it. The host checks block tables.
-COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True)
+COMPILER_PARAMS = pltpu.CompilerParams(disable_bounds_checks=True)
+# Of kernels whose grid is the cores of a chip.
+ON_CORES = dataclasses.replace(COMPILER_PARAMS, dimension_semantics=("parallel",))
 
 
 def kept_in_memory(pool: TpuPool, interpret: Any) -> TpuPool:

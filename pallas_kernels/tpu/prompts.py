@@ -28,12 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
+from pallas_kernels.tpu import costs
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import Cut, part_of_tile, sums_by_product
 from pallas_kernels.tpu.layout import (
-    COMPILER_PARAMS,
     LANES,
     LOWEST,
+    ON_CORES,
     TpuPool,
     across,
     dot,
@@ -363,7 +364,8 @@ def attend(
                 )
             ],
         ),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=ON_CORES,
+        cost_estimate=costs.of_prompts(shape, q.shape[2], tile, window),
         interpret=interpret,
         name="attention_prompts",
     )(bounds, offsets, kv_lens, tables, first_block, tile_chunks, slopes, sinks, q, kept_in_memory(pool, interpret))

@@ -84,6 +84,17 @@ class DecodeSteps(NamedTuple):
             column += lax.div(self.kv_lens[row] - self.length(row), self.shape.block_size)
         return self.tables[row * self.shape.max_blocks + column] + self.first_block[0]
 
+    def used(self, row, column):
+        """Slots of a block up to the row's last, in whole memory tiles.
+
+        Of a block that devices share, each copies its part as a whole.
+        """
+        size, tile = self.shape.block_size, slot_tile(self.shape.pool_dtype)
+        if self.shape.slot_parts > 1:
+            return self.shape.local_slots
+        rest = jnp.minimum(self.length(row) - column * size, size)
+        return pl.multiple_of((rest + tile - 1) & -tile, tile)
+
     def each_copy(self, side, row, step, unit, act):
         """Call `act` with every copy that fetches a unit."""
         size, local = self.shape.block_size, self.shape.local_slots
@@ -101,10 +112,10 @@ class DecodeSteps(NamedTuple):
 
             @pl.when(needed)
             def _(b=b, column=column):
-                block = self.block_of(row, column)
+                block, used = self.block_of(row, column), self.used(row, column)
                 sem = self.scratch.block_sems.at[side, unit]
-                place = pl.ds(b * local, local)
-                act(pltpu.make_async_copy(self.pool.kv.at[block], kv_buf.at[side, unit, :, place], sem))
+                source, place = self.pool.kv.at[block, :, pl.ds(0, used)], pl.ds(b * local, used)
+                act(pltpu.make_async_copy(source, kv_buf.at[side, unit, :, place], sem))
                 if self.pool.scales is not None:
                     act(pltpu.make_async_copy(self.pool.scales.at[block], scale_buf.at[side, unit, b], sem))
 

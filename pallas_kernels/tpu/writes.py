@@ -17,7 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.layout import LANES, TpuPool, kept_in_memory, lanes_of, round_up, scale_rows, slot_tile
+from pallas_kernels.tpu import costs
+from pallas_kernels.tpu.layout import (
+    COMPILER_PARAMS,
+    LANES,
+    TpuPool,
+    kept_in_memory,
+    lanes_of,
+    round_up,
+    scale_rows,
+    slot_tile,
+)
 
 
 class _WriteScratch(NamedTuple):
@@ -198,6 +208,8 @@ def write(
             ],
         ),
         input_output_aliases={5 + n_leaves + i: i for i in range(n_leaves)},
+        compiler_params=COMPILER_PARAMS,
+        cost_estimate=costs.of_writes(shape, new.kv.shape[1]),
         interpret=interpret,
         name="attention_write",
     )(bounds, offsets, kv_lens, tables, first_block, new, kept_in_memory(pool, interpret))[0]

@@ -254,7 +254,9 @@ def test_a_step_of_decodes(tell, hold, topology, quantize):
             lowered = stage.lower_forward(16, 256, decodes_only)
         text = lowered.compile(compiler_options.of("tpu", absent=True)).as_text()
         assert text is not None
-        assert set(re.findall(r"%attention_(\w+)\.\d+ = ", text)) == kernels
+        calls = re.findall(r"%attention_(\w+)\.\d+ = .*?\"cost_estimate\":.\"flops\":\"(\d+)\"", text)
+        assert {kernel for kernel, _ in calls} == kernels
+        assert all((int(flops) > 0) == (kernel != "write") for kernel, flops in calls)
         figures = figures_of_step(text, 8)
         name = ("decodes only" if decodes_only else "any chunks") + (f" in {quantize}" if quantize else "")
         tell("8 layers of BLOOM-176B over 16 devices, 16 tokens of 16 rows", devices=topology, program=name, **figures)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from benchmarks.device import tpu_tune
 from pallas_kernels.tpu import cuts
 from pallas_kernels.tpu.cuts import Cut
+from pallas_kernels.tpu.steps import DecodeSteps
 
 
 def shape(heads=7, pool="bfloat16", device="TPU v9"):
@@ -51,3 +55,12 @@ def test_decodes_ask_for_the_memory_of_their_buffers():
     one = shape(8, "bfloat16", "TPU v6 lite")
     assert cuts.memory_of_decodes(4, 512, one) == (16 + 9) * 2**20
     assert cuts.memory_of_decodes(1, 128, one) == 16 * 2**20  # what a kernel gets without asking
+
+
+@pytest.mark.parametrize(("pool", "slots"), [("float32", 48), ("bfloat16", 48), ("int8", 64)])
+def test_of_a_rows_last_block_what_is_used_is_copied(pool, slots):
+    one = shape(7, pool).with_blocks(128, 2048)
+    bare = dict.fromkeys(DecodeSteps._fields)
+    steps = DecodeSteps(**bare | {"shape": one, "kv_lens": np.array([300])})
+    assert [int(steps.used(0, column)) for column in range(3)] == [128, 128, slots]
+    assert steps._replace(shape=dataclasses.replace(one, slot_parts=2)).used(0, 2) == 64
