@@ -82,10 +82,10 @@ def is_exact(shape: AttentionShape) -> bool:
 
 
 def exact_products(interpret: bool) -> Any:
-    """The precision of such products.
+    """The precision of products of float32 operands.
 
-    On tensor cores an operand is the sum of two TF32 numbers, which have 11 bits each, and a product the sum of three.
-    The interpreter, on a CPU, has float32.
+    Tensor cores add up three products of TF32 numbers, which have 11 bits: an operand is the sum of two of them. The
+    interpreter runs on a CPU, which multiplies float32.
     """
     return lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 

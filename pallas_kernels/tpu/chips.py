@@ -36,5 +36,5 @@ _CHIPS = {
 
 
 def chip(shape: AttentionShape) -> Chip:
-    """The chip that a shape is for; of an unknown one, the least is assumed."""
+    """The chip that a shape is for; one that is not in the table has the defaults."""
     return _CHIPS.get(shape.device_kind, Chip())

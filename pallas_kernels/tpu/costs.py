@@ -1,6 +1,6 @@
-"""What XLA is told of the kernels' work, of which it sees nothing.
+"""Estimates of the kernels' work for XLA, which cannot see into them.
 
-It decides what runs beside them. Sizes are those of the compiled shape: a full bucket at half the longest context.
+XLA decides with them what runs beside a kernel. They are for a full bucket at half the longest context.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.layout import BFLOAT16, LANES, head_span, lanes_of, operand_dtype, round_up, slot_tile
 
-# Keys and values in transit to a kernel, twice, on any chip: a kernel has 16 MiB for these and its scratch memory.
-_LEAST_BUFFER_BYTES = 7 * 2**20
-# Those of the decode kernel on chips with more memory, of which it is a quarter at most.
+# A kernel's two buffers for keys and values fit any chip: with its scratch memory it gets 16 MiB.
+_LEAST_BUFFER_BYTES, _SCRATCH_BYTES = 7 * 2**20, 9 * 2**20
+# The decode kernel's two buffers take a quarter of a chip's memory, up to this.
 _MOST_BUFFER_BYTES = 16 * 2**20
-_SCRATCH_BYTES = 9 * 2**20
 # Keys and values of one head in one step of the prompt kernel; three such steps are in memory.
 _HEAD_BYTES = 2**20
 
@@ -149,7 +148,7 @@ def largest_block(shape: AttentionShape) -> int:
 
 
 def buffer_bytes(shape: AttentionShape) -> int:
-    """Most bytes of keys and values in transit to the decode kernel, twice."""
+    """Most bytes of the decode kernel's two buffers for keys and values."""
     return max(_LEAST_BUFFER_BYTES, min(_MOST_BUFFER_BYTES, chip(shape).memory // 4))
 
 
