@@ -1,6 +1,6 @@
 """Times kernels, steps and peers on this device, in three commands of a few minutes each.
 
-    python -m benchmarks.device kernels     ceilings, then every attention kernel: checked against the oracle, timed
+    python -m benchmarks.device kernels     ceilings, then attention kernels and products: each checked, then timed
     python -m benchmarks.device steps       whole steps of known shapes with random weights, and the choice of tokens
     python -m benchmarks.device peers       the same steps by other engines that are installed here
     python -m benchmarks.device report      tables and plots of what was recorded

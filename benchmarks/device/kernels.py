@@ -1,4 +1,4 @@
-"""Times attention kernels on this device, and the ceilings that they are held to.
+"""Times attention kernels and products on this device, and the ceilings that they are held to.
 
 The ceilings are the bandwidth of a copy and the rate of a bfloat16 matmul, both measured. Every kernel is checked
 against the oracle before it is timed; all inputs are random, since numbers that are all alike take less power.
@@ -43,13 +43,15 @@ class KernelCase:
     heads: int = 32
     kv_heads: int = 32
     head_dim: int = 128
+    dtype: str = "bfloat16"
     pool_dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
         what = f"prefill {self.new}" if self.new > 1 else f"decode {self.rows} x {self.context}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads} over {self.kv_heads}"
-        return f"{what}, {heads} heads of {self.head_dim}, {self.pool_dtype}"
+        queries = "" if self.dtype == "bfloat16" else f", {self.dtype} queries"
+        return f"{what}, {heads} heads of {self.head_dim}{queries}, {self.pool_dtype}"
 
     @property
     def alibi(self) -> bool:
@@ -66,7 +68,7 @@ class KernelCase:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            dtype=np.dtype(jnp.bfloat16),
+            dtype=jnp.dtype(self.dtype),
             pool_dtype=jnp.dtype(self.pool_dtype),
             alibi=self.alibi,
             device_kind=jax.devices()[0].device_kind,
@@ -86,6 +88,13 @@ class KernelCase:
         pairs = self.rows * (self.new * (self.context - self.new) + self.new * (self.new + 1) // 2)
         return 4 * self.heads * self.head_dim * pairs
 
+    @property
+    def tolerance(self) -> float:
+        """The largest difference from the oracle that is rounding."""
+        if self.dtype == self.pool_dtype == "float32":
+            return 1e-4  # products of single TF32 numbers differ by more
+        return 0.1 if self.pool_dtype == "int8" else 0.03
+
 
 _ROWS, _CONTEXTS, _PROMPTS = (1, 8, 32, 128), (512, 2048, 8192), (1024, 2048, 4096, 8192)
 CASES = [  # in the order of what is asked first
@@ -96,12 +105,16 @@ CASES = [  # in the order of what is asked first
     KernelCase(rows=32, context=2048, pool_dtype="int8"),
     KernelCase(rows=32, context=2048, heads=16, kv_heads=16, head_dim=64),
     KernelCase(rows=128, context=1),  # hardly anything to read: the time of a write
+    KernelCase(rows=32, context=2048, dtype="float32", pool_dtype="float32"),
+    KernelCase(rows=1, context=4096, new=4096, dtype="float32", pool_dtype="float32"),
 ]
 SMALL_CASES = [
     KernelCase(rows=2, context=64, heads=2, kv_heads=2, head_dim=64),
     KernelCase(rows=2, context=64, heads=4, kv_heads=2, head_dim=64),
     KernelCase(rows=1, context=48, new=48, heads=2, kv_heads=2, head_dim=64),
     KernelCase(rows=4, context=1, heads=2, kv_heads=2, head_dim=64),
+    KernelCase(rows=2, context=64, heads=2, kv_heads=2, head_dim=64, dtype="float32", pool_dtype="float32"),
+    KernelCase(rows=1, context=48, new=48, heads=2, kv_heads=2, head_dim=64, dtype="float32", pool_dtype="float32"),
 ]
 
 
@@ -236,7 +249,7 @@ def backend_of(case: KernelCase) -> Backend:
 def checked(case: KernelCase, backend: Backend) -> float:
     """The largest difference from the oracle; ValueError if it is more than rounding."""
     off = check(case, backend)
-    if off > (0.1 if case.pool_dtype == "int8" else 0.03):
+    if off > case.tolerance:
         raise ValueError(f"{case.name}: differs from the oracle by {off:.3g}; nothing was timed")
     return off
 
@@ -248,9 +261,12 @@ def device() -> dict[str, Any]:
 
 
 def cases(job: str, *, small: bool) -> Iterator[Case]:
-    """The ceilings, then every kernel."""
+    """The ceilings, then every attention kernel and every product."""
+    from benchmarks.device import products  # which imports this module
+
     yield "device", device
     yield "copy", lambda: {"bytes/s": copy_bandwidth(2**22 if small else 2**33)}
     yield "matmul", lambda: {"flop/s": matmul_rate(256 if small else 8192)}
     for case in SMALL_CASES if small else CASES:
         yield case.name, partial(measure, case)
+    yield from products.cases(small=small)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from benchmarks.device import kernels
+from benchmarks.device import kernels, records
 from pallas_kernels.xla import XlaBackend
+
+RECORDS = Path("benchmarks/results/2026-11-26-h200.jsonl")
 
 
 class Unscaled(XlaBackend):
@@ -33,5 +38,17 @@ def test_bytes_and_operations_of_a_case():
 
 
 def test_names_tell_cases_apart():
-    for cases in (kernels.CASES, kernels.SMALL_CASES):
-        assert len({case.name for case in cases}) == len(cases)
+    for small in (False, True):
+        names = [name for name, _ in kernels.cases("kernels", small=small)]
+        assert len(set(names)) == len(names)
+    names = {record["name"] for record in records.read(RECORDS) if record["job"] == "kernels"}
+    assert names < {name for name, _ in kernels.cases("kernels", small=False)}
+
+
+def test_float32_cases_have_their_dtype_and_tolerance():
+    exact = [case for case in kernels.CASES if "float32" in case.name]
+    assert [case.new for case in exact] == [1, 4096]
+    for case in exact:
+        shape = case.shape(XlaBackend())
+        assert shape.dtype == shape.pool_dtype == np.float32
+        assert case.tolerance < 1e-3 < kernels.CASES[0].tolerance

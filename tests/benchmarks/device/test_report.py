@@ -24,6 +24,25 @@ RECORDS = [
         "flops": 10,
         "ms": 0.5,
     },
+    {
+        "job": "kernels",
+        "name": "decode 32 x 2048, 32 heads of 128, float32 queries, float32",
+        "backend": "gpu",
+        "difference": 4e-6,
+        "nbytes": 2_000_000_000,
+        "flops": 10,
+        "ms": 1.0,
+    },
+    {
+        "job": "kernels",
+        "name": "int4 product, 8 rows",
+        "backend": "gpu",
+        "difference": 0.001,
+        "nbytes": 40_000_000,
+        "flops": 10,
+        "ms": 0.02,
+        "xla_ms": 0.1,
+    },
     {"job": "kernels", "name": "prefill 1024, 32 heads", "failed": "nothing for 150 s"},
     {"job": "bloom-7b1", "name": "bloom-7b1 start", "seconds": 61.0},
     {"job": "bloom-7b1", "name": "bloom-7b1 decode 8 rows at 512", "nbytes": 10, "flops": 8 * 10**12, "ms": 20.0},
@@ -37,6 +56,11 @@ def test_shares_are_of_the_measured_ceilings():
     told = report.tables([record | AT for record in RECORDS])
     assert told[0].startswith("NVIDIA H200, 2026-11-25, jax 0.11.2. A copy moves 4,000 GB/s")
     assert "| decode 32 x 2048, 32 heads of 128, bfloat16 | gpu | 0.5000 | 0.2500 | 50% | 90% | 0.004 |" in told
+    assert (
+        "| decode 32 x 2048, 32 heads of 128, float32 queries, float32 | gpu | 1.0000 | 0.5000 | 50% |  | 4e-06 |"
+        in told
+    )
+    assert "| int4 product, 8 rows | gpu | 0.0200 | 0.0100 | 50% |  | 0.001 | 0.1000 |" in told
     assert "| step | ms | floor ms | reached | target | t |" in told
     assert "| bloom-7b1 decode 8 rows at 512 | 20.0000 | 10.0000 | 50% | 85% | 30.000 |" in told
     assert "| sorting | 1.000 |" in told
