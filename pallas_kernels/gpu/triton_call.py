@@ -1,0 +1,99 @@
+"""Calls of Triton kernels in JAX programs.
+
+A kernel is compiled when a program that calls it is traced, for the GPU that the program is for; no GPU has to be
+there. XLA calls it through jaxlib's `triton_kernel_call_ffi`, which command buffers (CUDA graphs) can hold.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+
+from pallas_kernels.gpu import interpreter
+
+# CUDA compute capabilities, times 10, by parts of JAX's device names.
+_CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90}
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32"}
+
+
+def capability(device_kind: str) -> int | None:
+    """The compute capability, times 10, that kernels for a device are compiled for; None if they do not serve it."""
+    return next((value for name, value in _CAPABILITIES.items() if name in device_kind), None)
+
+
+def triton_call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    inputs: Mapping[str, jax.Array | None],
+    *,
+    changed: Mapping[str, jax.Array | None] | None = None,
+    new: Mapping[str, jax.ShapeDtypeStruct | None] | None = None,
+    constants: Mapping[str, Any],
+    warps: int,
+    stages: int,
+    device_kind: str,
+    interpret: bool = False,
+) -> dict[str, jax.Array]:
+    """Run a kernel for each program of a grid; returns the arrays of `changed` and `new` by name.
+
+    Args:
+      kernel: a `triton.jit` function whose arguments are those of `inputs`, `changed` and `new`, in this order, and
+        `constants`. A pointer to None is the constant None.
+      changed: arrays that are updated in place.
+      new: shapes of output arrays; their initial contents are arbitrary.
+      warps / stages: of a program; steps of a loop whose operands are read ahead.
+      device_kind: JAX's name of the GPU.
+      interpret: run in Triton's interpreter, on a CPU.
+    """
+    changed, new = changed or {}, new or {}
+    absent = [name for name, x in (*inputs.items(), *changed.items(), *new.items()) if x is None]
+    constants = dict(constants) | dict.fromkeys(absent)
+    given, kept = ({name: x for name, x in arrays.items() if x is not None} for arrays in (inputs, changed))
+    made = {name: x for name, x in new.items() if x is not None}
+    if interpret:
+        out = interpreter.call(kernel, grid, given, kept, made, constants)
+    else:
+        pointers = {name: _TYPES[x.dtype.name] for name, x in (given | kept | made).items()}
+        served = capability(device_kind)
+        assert served is not None
+        launch = _compiled(kernel, *(tuple(x.items()) for x in (pointers, constants)), grid, warps, stages, served)
+        # What changes is the last input and the last output, so the kernel gets no pointer to it twice.
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*made.values(), *kept.values())]
+        aliases = {len(given) + i: len(made) + i for i in range(len(kept))}
+        run = jax.ffi.ffi_call("triton_kernel_call_ffi", results, input_output_aliases=aliases)
+        out = run(*given.values(), *kept.values(), opaque=launch)
+    return dict(zip((*made, *kept), out, strict=True))
+
+
+@cache
+def _compiled(
+    kernel: Any,
+    pointers: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    grid: tuple[int, ...],
+    warps: int,
+    stages: int,
+    capability: int,
+) -> bytes:
+    """What jaxlib launches: a kernel's PTX, its grid and its parameters."""
+    import triton
+    from jax._src.lib import gpu_triton  # jax_triton takes it from here, too
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = dict(pointers)
+    names = list(kernel.arg_names)
+    signature = {name: f"*{types[name]}" if name in types else "constexpr" for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
+    source = ASTSource(kernel, signature, dict(constants), aligned)
+    target = GPUTarget("cuda", capability, 32)
+    done = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    name, text = done.metadata.name, str(done.asm["ttir"])
+    held = gpu_triton.TritonKernel(name, warps, 1, done.metadata.shared, done.asm["ptx"], text, capability)
+    parameters = [gpu_triton.create_array_parameter(0, 16) for _ in types]
+    launch = gpu_triton.TritonKernelCall(held, *grid, *(1,) * (3 - len(grid)), parameters)
+    return zlib.compress(launch.to_proto(name, b""))
