@@ -1,4 +1,4 @@
-"""Ragged attention for GPUs, in Pallas with Triton: A100 (sm_80), H100 and H200 (sm_90).
+"""Ragged attention for GPUs, in Triton: A100 (sm_80), H100 and H200 (sm_90).
 
 A layer is a few kernels on grids of fixed size; programs without work return at once. First, new keys and values are
 written to their slots. Then tiles of queries attend, on tensor cores (FlashAttention-2, Dao, 2023). A query that is
@@ -10,40 +10,27 @@ is online (Milakov and Gimelshein, 2018) and to base 2.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import importlib.util
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import int8
 from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
 from pallas_kernels.gpu import hopper
-from pallas_kernels.gpu.kernels import (
-    LEAST_DOT,
-    Context,
-    GpuPool,
-    PartialSums,
-    Tiling,
-    combine_kernel,
-    is_exact,
-    power_of_two,
-    tile_kernel,
-    width,
-    write_kernel,
-)
+from pallas_kernels.gpu.layout import LEAST_DOT, Context, GpuPool, Tiling, is_exact, power_of_two, width
+from pallas_kernels.gpu.triton_call import capability, triton_call
 
 # Enough programs to keep every processor reading: about eight on each of an H200's 132.
 _PROGRAMS = 1024
 # Fewest slots of a part of a context while there are more programs than that, and most slots.
 _LEAST_PART, _MOST_PART = 128, 4096
+_WRITTEN_AT_ONCE = 4096  # numbers of a tile that a program writes
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 _DTYPES = (np.dtype(np.float32), _BFLOAT16)
 
@@ -69,7 +56,7 @@ class GpuBackend:
     """The GPU backend.
 
     Attributes:
-      interpret: run the kernels in Pallas's interpreter, which works on a CPU.
+      interpret: run the kernels in interpreters, which work on a CPU.
     """
 
     interpret: bool = False
@@ -88,7 +75,7 @@ class GpuBackend:
         most = 64 if is_exact(shape) else 128
         if shape.group > most:
             return f"{shape.group} query heads of {shape.dtype} to a KV head; it serves up to {most}"
-        return None
+        return None if self.interpret else _missing(shape.device_kind)
 
     def default_block_size(self, shape: AttentionShape) -> int:
         del shape
@@ -100,11 +87,6 @@ class GpuBackend:
 
     def pool(self, shape: AttentionShape, n_blocks: int) -> GpuPool:
         block = (shape.num_kv_heads, shape.block_size, shape.head_dim)
-        if shape.pool_dtype == _INT8:
-            # Offsets are signed 32-bit numbers in arrays of up to 2**32 bytes.
-            numbers = n_blocks * math.prod(block)
-            if 2**31 < numbers <= 2**32:
-                n_blocks = 2**32 // math.prod(block) + 1
         held = jax.ShapeDtypeStruct((n_blocks, *block), shape.pool_dtype)
         scales = jax.ShapeDtypeStruct((n_blocks, *block[:2]), np.float32) if shape.pool_dtype == _INT8 else None
         return GpuPool(held, held, scales, scales)
@@ -162,6 +144,17 @@ class GpuBackend:
 
 
 BACKEND = GpuBackend()
+
+
+def _missing(device_kind: str) -> str | None:
+    """What the kernels need and do not have."""
+    if jax.__version_info__ < (0, 11):
+        return f"jax {jax.__version__}; its kernels need jax 0.11"
+    if importlib.util.find_spec("triton") is None:
+        return "no Triton (pip install triton)"
+    if capability(device_kind) is None:
+        return f"device {device_kind!r}; it serves A100, H100 and H200"
+    return None
 
 
 # Lists of work, made once per iteration.
@@ -233,65 +226,124 @@ def _attend(
     window: int | None,
     interpret: bool,
 ) -> tuple[jax.Array, GpuPool]:
-    call = partial(_call, interpret=interpret)
     with jax.named_scope("attention_write"):
-        new_out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        inputs = (_stored(k, v, shape), meta.slots, context.first_block)
-        pool, out = call(partial(write_kernel, shape=shape), (len(q),), 4, 1, inputs, context.pool, new_out)
+        pool, out = _write(q, _stored(k, v, shape), meta.slots, context, shape, interpret)
     with jax.named_scope("attention_attend"):
-        inputs = (q, context._replace(pool=pool))
-        statics = {"shape": shape, "scale": scale, "window": window, "interpret": interpret}
-
-        decodes, parts = len(meta.decodes), _n_parts(len(meta.decodes), shape, window)
-        tiling = _decode_tiling(shape)
-        kernel = partial(tile_kernel, tiling=tiling, **statics)
-        grid = (decodes, shape.num_kv_heads, parts)
-        if parts == 1:
-            out, _ = call(kernel, grid, *tiling[2:], (*inputs, meta.decodes), out)
-        else:
-            sums = (decodes, parts, shape.num_heads)
-            acc, scalar = (jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((*sums, shape.head_dim), sums))
-            _, made = call(kernel, grid, *tiling[2:], (*inputs, meta.decodes), None, PartialSums(acc, scalar, scalar))
-            kernel = partial(combine_kernel, tiling=tiling, shape=shape, window=window)
-            out, _ = call(kernel, (decodes, shape.num_heads), 4, 1, (made, context.sinks, meta.decodes), out)
-
+        context = context._replace(pool=pool)
+        attend = partial(_tiles, q, context, shape=shape, scale=scale, window=window, interpret=interpret)
+        parts = _n_parts(len(meta.decodes), shape, window)
+        out = attend(meta.decodes, out, tiling=_decode_tiling(shape), parts=parts)
         if meta.prompts is not None and hopper.serves(shape, len(q)):
-            out = hopper.attend(*inputs, meta.prompts, out, shape, scale, interpret)
+            out = hopper.attend(q, context, meta.prompts, out, shape, scale, interpret)
         elif meta.prompts is not None:
-            tiling = _prompt_tiling(shape, len(q))
-            kernel = partial(tile_kernel, tiling=tiling, **statics)
-            grid = (len(meta.prompts), shape.num_kv_heads, 1)
-            out, _ = call(kernel, grid, *tiling[2:], (*inputs, meta.prompts), out)
+            out = attend(meta.prompts, out, tiling=_prompt_tiling(shape, len(q)), parts=1)
         return out, pool
 
 
-def _call(
-    kernel: Callable[..., None],
-    grid: tuple[int, ...],
-    warps: int,
-    stages: int,
-    inputs: tuple[Any, ...],
-    changed: Any = None,
-    new: Any = None,
-    *,
-    interpret: bool,
-) -> tuple[Any, Any]:
-    """Run kernel(*inputs, its own view of changed, changed, new) and return (changed, new).
+def _write(
+    q: jax.Array, new: GpuPool, slots: jax.Array, context: Context, shape: AttentionShape, interpret: bool
+) -> tuple[GpuPool, jax.Array]:
+    """The pool with the tokens' keys and values in it, and outputs, of which those of padding are zeros."""
+    from pallas_kernels.gpu.kernels import write_kernel  # which imports Triton
 
-    Args:
-      changed: arrays that are updated in place.
-      new: shapes of output arrays; their initial contents are arbitrary.
-    """
-    before = len(jax.tree.leaves(inputs))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), changed)
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=(shapes, new),
-        input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(changed)))},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+    wide = width(shape)
+    at_once = min(power_of_two(shape.num_heads), max(_WRITTEN_AT_ONCE // wide, 1))
+    inputs = {f"new_{name}": x for name, x in new._asdict().items()}
+    made = triton_call(
+        write_kernel,
+        (len(q),),
+        inputs | {"slots": slots, "first_block": context.first_block},
+        changed=context.pool._asdict(),
+        new={"out": jax.ShapeDtypeStruct(q.shape, q.dtype)},
+        constants={
+            "HEADS": shape.num_heads,
+            "KV_HEADS": shape.num_kv_heads,
+            "DIM": shape.head_dim,
+            "BLOCK": shape.block_size,
+            "WIDTH": wide,
+            "AT_ONCE": at_once,
+        },
+        warps=4,
+        stages=1,
+        device_kind=shape.device_kind,
         interpret=interpret,
-    )(*inputs, changed)
+    )
+    out = made.pop("out")
+    return GpuPool(**made), out
+
+
+def _tiles(
+    q: jax.Array,
+    context: Context,
+    items: jax.Array,
+    out: jax.Array,
+    *,
+    tiling: Tiling,
+    parts: int,
+    shape: AttentionShape,
+    scale: float,
+    window: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """`out` with the rows of the items written; their contexts are read in so many parts."""
+    from pallas_kernels.gpu.kernels import combine_kernel, tile_kernel, tl  # which import Triton
+
+    given = {"device_kind": shape.device_kind, "interpret": interpret}
+    sizes = {
+        "HEADS": shape.num_heads,
+        "DIM": shape.head_dim,
+        "WIDTH": width(shape),
+        "SLOTS": tiling.slots,
+        "WINDOW": window,
+    }
+    dims = (len(items), parts, shape.num_heads)
+    acc, scalar = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*dims, shape.head_dim), dims))
+    one = parts == 1
+    made = triton_call(
+        tile_kernel,
+        (len(items), shape.num_kv_heads, parts),
+        {
+            "q": q,
+            **context.pool._asdict(),
+            "tables": context.tables,
+            "first_block": context.first_block,
+            "slopes": context.slopes,
+            "sinks": context.sinks,
+            "items": items,
+        },
+        changed={"out": out if one else None},
+        new={
+            "part_acc": None if one else acc,
+            "part_maximum": None if one else scalar,
+            "part_total": None if one else scalar,
+        },
+        constants=sizes
+        | {
+            "KV_HEADS": shape.num_kv_heads,
+            "BLOCK": shape.block_size,
+            "MAX_BLOCKS": shape.max_blocks,
+            "ROWS": tiling.rows,
+            "SCALE": scale,
+            "SOFT_CAP": shape.soft_cap,
+            # The interpreter holds bfloat16 as integers.
+            "OPERANDS": tl.float32 if interpret or is_exact(shape) else tl.bfloat16,
+        },
+        warps=tiling.warps,
+        stages=tiling.stages,
+        **given,
+    )
+    if one:
+        return made["out"]
+    return triton_call(
+        combine_kernel,
+        (len(items), shape.num_heads),
+        {**made, "sinks": context.sinks, "items": items},
+        changed={"out": out},
+        constants=sizes | {"PARTS": parts},
+        warps=4,
+        stages=1,
+        **given,
+    )["out"]
 
 
 def _stored(k: jax.Array, v: jax.Array, shape: AttentionShape) -> GpuPool:

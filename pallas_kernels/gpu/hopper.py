@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.gpu.kernels import Context
+from pallas_kernels.gpu.layout import Context
 
 plgpu: Any = mosaic_gpu  # jax 0.10 has not all of it
 _DEVICES = ("H100", "H200")  # in JAX's names of them

@@ -7,7 +7,7 @@ there. XLA calls it through jaxlib's `triton_kernel_call_ffi`, which command buf
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 

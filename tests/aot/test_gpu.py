@@ -21,7 +21,7 @@ from jaxserve.planning import targets
 from jaxserve.runner import compiler_options, matmul
 from pallas_kernels import api, gpu
 from pallas_kernels.gpu import grouped, hopper
-from pallas_kernels.gpu.kernels import Context
+from pallas_kernels.gpu.layout import Context
 from sharding import devices, mesh, specs
 
 WHEELS = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
