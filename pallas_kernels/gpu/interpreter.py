@@ -19,8 +19,7 @@ def call(
     new: dict[str, jax.ShapeDtypeStruct],
     constants: dict[str, Any],
 ) -> list[jax.Array]:
-    """The arrays of `new`, and those of `changed` as a kernel leaves them; arguments by name."""
-
+    """The arrays of `new`, then those of `changed` as a kernel leaves them; all by name."""
     given = inputs | changed
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:

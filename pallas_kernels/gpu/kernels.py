@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 # Pyright takes what Triton compiles for Python.
-# pyright: basic, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 LOWEST = tl.constexpr(-1e30)  # replaces minus infinity where a difference of two of them must not be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,7 +41,7 @@ def write_kernel(
     WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write one token's keys and values, AT_ONCE heads at a time; for padding, zeros into its output."""
+    """Write a token's keys and values, AT_ONCE heads at a time; for padding, clear its output."""
     token = tl.program_id(0)
     block, slot = tl.load(slots + token * 2), tl.load(slots + token * 2 + 1)
     dims = tl.arange(0, WIDTH)
@@ -94,7 +94,7 @@ def _tiles(items, item, which, n_parts, SLOTS: tl.constexpr, WINDOW: tl.constexp
 
 @triton.jit
 def _with_sink(maximum, sink):
-    """The factor of the sums so far and the term of the sink, when a sink is added to a softmax.
+    """The factor of the sums so far and the sink's term, when a sink joins a softmax.
 
     The sums are relative to `maximum`; the results are relative to the maximum with the sink.
     """
@@ -134,7 +134,7 @@ def _step(
     SOFT_CAP: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Add tile i of the context to a running softmax: maximum and total [rows], acc [rows, D].
+    """Add tile i of a context to a running softmax: maximum and total [rows], acc [rows, D].
 
     Where it is masked, slots that no query sees are read as zeros: they may hold NaN, and 0 * NaN is NaN.
     """
@@ -224,7 +224,7 @@ def tile_kernel(
     SOFT_CAP: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Attention of some queries of one chunk with all heads that share a KV head, over a part of their context."""
+    """Attention of some queries of a chunk and the heads of a KV head, over a part of a context."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_parts = tl.num_programs(2)

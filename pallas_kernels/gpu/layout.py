@@ -1,14 +1,10 @@
-"""The arrays and sizes that the GPU backend's kernels share."""
+"""The arrays that the GPU backend's kernels read."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from pallas_kernels.api import AttentionShape
-
-LEAST_DOT = 16  # rows, columns and depth of a product
+import jax
 
 
 class GpuPool(NamedTuple):
@@ -33,25 +29,17 @@ class Context(NamedTuple):
     sinks: Any  # likewise
 
 
-class Tiling(NamedTuple):
-    """A kernel's division of work: rows (queries times heads of a group) and slots of a tile."""
+class GpuMetadata(NamedTuple):
+    """The work of an iteration, which all layers share.
 
-    rows: int
-    slots: int
-    warps: int
-    stages: int
+    Attributes:
+      slots: int32[T, 2]. Block and slot in it that each token is written to; block -1 for padding.
+      decodes / prompts: int32[n, 4]. Queries that one program computes together: first flat token, number (0 for
+        none), position of the last, chunk.
+      tables: int32[C, max_blocks].
+    """
 
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def width(shape: AttentionShape) -> int:
-    """The width of a tile for head_dim D."""
-    return max(power_of_two(shape.head_dim), LEAST_DOT)
-
-
-def is_exact(shape: AttentionShape) -> bool:
-    """Whether products are of float32: queries or the pool are."""
-    return shape.dtype == np.float32 or shape.pool_dtype == np.float32
+    slots: jax.Array
+    decodes: jax.Array
+    prompts: jax.Array | None
+    tables: jax.Array

@@ -21,7 +21,7 @@ _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8"
 
 
 def capability(device_kind: str) -> int | None:
-    """The compute capability, times 10, that kernels for a device are compiled for; None if they do not serve it."""
+    """Ten times the compute capability of a device; None if the kernels do not serve it."""
     return next((value for name, value in _CAPABILITIES.items() if name in device_kind), None)
 
 
@@ -38,7 +38,7 @@ def triton_call(
     device_kind: str,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
-    """Run a kernel for each program of a grid; returns the arrays of `changed` and `new` by name.
+    """Run a kernel on a grid of programs; returns the arrays of `changed` and `new` by name.
 
     Args:
       kernel: a `triton.jit` function whose arguments are those of `inputs`, `changed` and `new`, in this order, and
@@ -81,7 +81,7 @@ def _compiled(
 ) -> bytes:
     """What jaxlib launches: a kernel's PTX, its grid and its parameters."""
     import triton
-    from jax._src.lib import gpu_triton  # jax_triton takes it from here, too
+    from jaxlib import gpu_triton  # what jax_triton calls
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,19 +1,17 @@
-"""What is the GPU backend's own: parts of contexts, lists of tiles, the size of an eight-bit pool. The rest is in the
-conformance suite."""
+"""What is the GPU backend's own: parts of contexts, lists of tiles, refusals. The rest is in the conformance suite."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import gpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.gpu import GpuBackend
+from pallas_kernels.gpu import GpuBackend, cuts
 
 SHAPE = AttentionShape(
     num_heads=4,
@@ -32,7 +30,7 @@ SHAPE = AttentionShape(
 def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     """More parts than some rows have tiles; rows of one tile, of several, and of none."""
     h = harness("gpu", heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, most_chunks=4, bucket=4)
-    assert gpu._n_parts(4, h.shape) == 8
+    assert cuts.n_parts(4, h.shape) == 8
     long = harness("gpu", heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, bucket=512)
     a, b = long.add_row(), long.add_row()
     long.check([(a, 500)])
@@ -48,7 +46,7 @@ def test_one_query_of_many_heads_fills_a_tile(harness):
     """71 heads to a KV head, as Falcon-7B has: a prompt tile of 128 rows holds one query."""
     sizes = {"block": 16, "max_blocks": 8, "n_blocks": 24, "bucket": 32}
     h = harness("gpu", heads=71, kv_heads=1, dtype="bfloat16", pool="bfloat16", **sizes)
-    assert gpu._prompt_tiling(h.shape, 32).rows == 128
+    assert cuts.prompt_tiling(h.shape, 32).rows == 128
     a, b = h.add_row(), h.add_row()
     h.check([(a, 20), (b, 1)])
     h.check([(a, 1), (b, 30)])
@@ -70,7 +68,7 @@ def tiles_of(lengths: list[int], kv_lens: list[int], bucket: int) -> list[tuple[
 
 
 def test_longer_chunks_become_tiles_and_decodes_do_not():
-    assert gpu._prompt_tiling(SHAPE, 512).rows == 128
+    assert cuts.prompt_tiling(SHAPE, 512).rows == 128
     found = tiles_of([1, 300, 1, 128, 0], [9, 400, 5, 128, 0], 512)
     # First flat token, tokens, position of the last, chunk; the last chunk's first.
     assert found == [(302, 128, 127, 3), (257, 44, 399, 1), (129, 128, 355, 1), (1, 128, 227, 1)]
@@ -98,33 +96,11 @@ def test_refusals():
         assert words in (GpuBackend().supports(dataclasses.replace(SHAPE, **change)) or "")
 
 
-@pytest.mark.parametrize("n_blocks", [1, 2**18, 2**18 + 1, 2**19, 2**19 + 1])
-def test_an_eight_bit_pool_has_no_size_whose_offsets_overflow(n_blocks):
-    """Triton's offsets are 32 bits with a sign in arrays of up to 2**32 bytes, which may hold 2**32 numbers."""
-    shape = dataclasses.replace(SHAPE, pool_dtype=np.dtype(np.int8))
-    numbers = GpuBackend().pool(shape, n_blocks).keys.size
-    assert numbers >= n_blocks * 4 * 32 * 64
-    assert numbers <= 2**31 or numbers > 2**32
-
-
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("pool", ["bfloat16", "float32", "int8"])
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_lowers_to_in_place_triton_kernels(pool, head_dim):
-    """As far as a jax without GPUs goes; tests/aot has the rest."""
-    shape = dataclasses.replace(SHAPE, pool_dtype=jnp.dtype(pool), head_dim=head_dim)
-    backend = GpuBackend()
-
-    def step(q, pool, batch):
-        meta = backend.prepare(batch, shape)
-        return backend.attend(q, q, q, pool, meta, shape, slopes=np.ones(4, np.float32), scale=0.1)
-
-    batch = AttentionBatch(*(jax.ShapeDtypeStruct(n, jnp.int32) for n in ((5,), (4,), (4, 64), (16,), (16,))))
-    q, held = jax.ShapeDtypeStruct((16, 4, head_dim), shape.dtype), backend.pool(shape, 8)
-    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
-    with jax.sharding.use_abstract_mesh(h200):
-        text = jax.jit(step).trace(q, held, batch).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
-    assert len(calls) == 4  # write, decodes, their parts combined, prompts
-    in_place = [line.count("output_operand_alias<") for line in calls]
-    assert in_place == [len(jax.tree.leaves(held)), 0, 1, 1]
+def test_what_the_kernels_need_is_told(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert "its kernels need jax 0.11" in (GpuBackend().supports(SHAPE) or "")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    assert GpuBackend().supports(SHAPE) == "device ''; it serves A100, H100 and H200"
+    assert GpuBackend().supports(dataclasses.replace(SHAPE, device_kind="NVIDIA A100-SXM4-80GB")) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert GpuBackend().supports(SHAPE) == "no Triton (pip install triton)"

@@ -1,0 +1,154 @@
+"""A layer of attention: the calls of its kernels. It imports Triton."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+
+from pallas_kernels import int8
+from pallas_kernels.api import AttentionShape
+from pallas_kernels.gpu import cuts, hopper
+from pallas_kernels.gpu.kernels import combine_kernel, tile_kernel, write_kernel
+from pallas_kernels.gpu.layout import Context, GpuMetadata, GpuPool
+from pallas_kernels.gpu.triton_call import triton_call
+
+_WRITTEN_AT_ONCE = 4096  # numbers of a tile that a program writes
+
+
+@partial(jax.jit, static_argnames=("shape", "scale", "window", "interpret"))  # traced once for all layers of a program
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    context: Context,
+    meta: GpuMetadata,
+    shape: AttentionShape,
+    scale: float,
+    window: int | None,
+    interpret: bool,
+) -> tuple[jax.Array, GpuPool]:
+    with jax.named_scope("attention_write"):
+        pool, out = _write(q, _stored(k, v, shape), meta.slots, context, shape, interpret)
+    with jax.named_scope("attention_attend"):
+        context = context._replace(pool=pool)
+        attend = partial(_tiles, q, context, shape=shape, scale=scale, window=window, interpret=interpret)
+        parts = cuts.n_parts(len(meta.decodes), shape, window)
+        out = attend(meta.decodes, out, tiling=cuts.decode_tiling(shape), parts=parts)
+        if meta.prompts is not None and hopper.serves(shape, len(q)):
+            out = hopper.attend(q, context, meta.prompts, out, shape, scale, interpret)
+        elif meta.prompts is not None:
+            out = attend(meta.prompts, out, tiling=cuts.prompt_tiling(shape, len(q)), parts=1)
+        return out, pool
+
+
+def _write(
+    q: jax.Array, new: GpuPool, slots: jax.Array, context: Context, shape: AttentionShape, interpret: bool
+) -> tuple[GpuPool, jax.Array]:
+    """The pool with the tokens' keys and values in it, and outputs, zeros for padding."""
+    wide = cuts.width(shape)
+    at_once = min(cuts.power_of_two(shape.num_heads), max(_WRITTEN_AT_ONCE // wide, 1))
+    inputs = {f"new_{name}": x for name, x in new._asdict().items()}
+    made = triton_call(
+        write_kernel,
+        (len(q),),
+        inputs | {"slots": slots, "first_block": context.first_block},
+        changed=context.pool._asdict(),
+        new={"out": jax.ShapeDtypeStruct(q.shape, q.dtype)},
+        constants={
+            "HEADS": shape.num_heads,
+            "KV_HEADS": shape.num_kv_heads,
+            "DIM": shape.head_dim,
+            "BLOCK": shape.block_size,
+            "WIDTH": wide,
+            "AT_ONCE": at_once,
+        },
+        warps=4,
+        stages=1,
+        device_kind=shape.device_kind,
+        interpret=interpret,
+    )
+    out = made.pop("out")
+    return GpuPool(**made), out
+
+
+def _tiles(
+    q: jax.Array,
+    context: Context,
+    items: jax.Array,
+    out: jax.Array,
+    *,
+    tiling: cuts.Tiling,
+    parts: int,
+    shape: AttentionShape,
+    scale: float,
+    window: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """`out` with the rows of the items written; their contexts are read in so many parts."""
+    given = {"device_kind": shape.device_kind, "interpret": interpret}
+    sizes = {
+        "HEADS": shape.num_heads,
+        "DIM": shape.head_dim,
+        "WIDTH": cuts.width(shape),
+        "SLOTS": tiling.slots,
+        "WINDOW": window,
+    }
+    dims = (len(items), parts, shape.num_heads)
+    acc, scalar = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*dims, shape.head_dim), dims))
+    one = parts == 1
+    made = triton_call(
+        tile_kernel,
+        (len(items), shape.num_kv_heads, parts),
+        {
+            "q": q,
+            **context.pool._asdict(),
+            "tables": context.tables,
+            "first_block": context.first_block,
+            "slopes": context.slopes,
+            "sinks": context.sinks,
+            "items": items,
+        },
+        changed={"out": out if one else None},
+        new={
+            "part_acc": None if one else acc,
+            "part_maximum": None if one else scalar,
+            "part_total": None if one else scalar,
+        },
+        constants=sizes
+        | {
+            "KV_HEADS": shape.num_kv_heads,
+            "BLOCK": shape.block_size,
+            "MAX_BLOCKS": shape.max_blocks,
+            "ROWS": tiling.rows,
+            "SCALE": scale,
+            "SOFT_CAP": shape.soft_cap,
+            # The interpreter holds bfloat16 as integers.
+            "OPERANDS": tl.float32 if interpret or cuts.is_exact(shape) else tl.bfloat16,
+        },
+        warps=tiling.warps,
+        stages=tiling.stages,
+        **given,
+    )
+    if one:
+        return made["out"]
+    return triton_call(
+        combine_kernel,
+        (len(items), shape.num_heads),
+        {**made, "sinks": context.sinks, "items": items},
+        changed={"out": out},
+        constants=sizes | {"PARTS": parts},
+        warps=4,
+        stages=1,
+        **given,
+    )["out"]
+
+
+def _stored(k: jax.Array, v: jax.Array, shape: AttentionShape) -> GpuPool:
+    """Keys and values in the pool's layout: [T, K, D], and scales [T, K]."""
+    if shape.pool_dtype == jnp.int8:
+        (keys, key_scales), (values, value_scales) = int8.quantize(k), int8.quantize(v)
+        return GpuPool(keys, values, key_scales, value_scales)
+    return GpuPool(k.astype(shape.pool_dtype), v.astype(shape.pool_dtype))
