@@ -93,7 +93,9 @@ def _gpus(topology: Topology) -> Sequence[Any]:
 def _target(device: Device) -> str:
     """A stream_executor.GpuTargetConfigProto as text.
 
-    XLA reads it instead of asking a device.
+    XLA reads it instead of asking a device. Without CUDA's versions it takes the driver for one older than 12.3, whose
+    command buffers (CUDA graphs) hold no custom calls. The driver is as in XLA's own target specs; the runtime and the
+    toolkit are what jax's wheels for CUDA 12 are made with (`cuda_runtime_build_version()` of `jax_cuda12_plugin`).
     """
     chip = _CHIPS[device.name]
     feature = "ACCELERATED_FEATURES" if chip.capability == 9 else "NONE"
@@ -120,6 +122,9 @@ gpu_device_info {{
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
+  driver_version: "13.0.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}

@@ -26,7 +26,7 @@ from pallas_kernels.gpu.layout import Context
 plgpu: Any = mosaic_gpu  # jax 0.10 has not all of it
 _DEVICES = ("H100", "H200")  # in JAX's names of them
 _PROCESSORS = 132
-# A step is one command buffer, which Mosaic's kernels interrupt: not for buckets whose attention takes microseconds.
+# Attention of smaller buckets takes microseconds of a step.
 _LEAST_TOKENS = 512
 _GROUPS = 2  # warpgroups that multiply
 _OWN = 64  # queries of each: the rows of one product
