@@ -64,6 +64,9 @@ def test_a_device_has_its_own_jax_of_a_supported_version() -> None:
     # As tested on this Python, and compiled for GPUs: an older flax does not go with this jax, which pip does not know.
     (flax,) = re.findall(r"^ARG FLAX=(\S+)$", TEXT, re.MULTILINE)
     assert {f"jax=={jax}", f"flax=={flax}"} <= set((ROOT / "requirements-newest.txt").read_text().split())
+    (triton,) = re.findall(r"^ARG TRITON=(\S+)$", TEXT, re.MULTILINE)
+    assert f"triton=={triton}" in (ROOT / "requirements-newest.txt").read_text().split()
+    assert '"triton==${TRITON}"' in extras["gpu"]
     assert f"Programming Language :: Python :: {python}" in PROJECT["project"]["classifiers"]
 
 
