@@ -22,6 +22,11 @@ os.environ.setdefault(
     + " --xla_cpu_use_fusion_emitters=false" * metadata.version("jaxlib").startswith("0.10."),
 )
 
+# Before Triton is imported: its kernels are compiled where jax can use GPUs, or compile for them, else interpreted.
+os.environ.setdefault(
+    "TRITON_INTERPRET", str(int(not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))))
+)
+
 import jax
 import pytest
 from jax._src import lru_cache
@@ -114,10 +119,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _keep_out_of_your_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines keep their programs in a folder of the run, not in the user's cache."""
+    """Engines and Triton keep what they compile in a folder of the run, not in the user's cache."""
     folder = tmp_path_factory.mktemp("programs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_folder, "default", lambda: folder)
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,10 @@ from pallas_kernels.gpu import GpuBackend, hopper
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel takes jax 0.11 (make test-aot-gpu)"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="beside the kernel are Triton's, in its interpreter, which takes TRITON_INTERPRET=1 (make test-aot-gpu)",
+    ),
 ]
 H200 = "NVIDIA H200"
 SHAPE = AttentionShape(
