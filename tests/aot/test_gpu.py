@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +20,7 @@ from pallas_kernels import api, gpu
 from pallas_kernels.gpu import grouped, hopper
 from pallas_kernels.gpu.layout import Context
 from sharding import devices, mesh, specs
+from tests.aot import triton_kernels
 
 WHEELS = ("jax_cuda12_plugin", "nvidia.cuda_nvcc")
 pytestmark = [
@@ -54,51 +52,6 @@ HELD = (32, 32, 128, "bfloat16", "bfloat16")  # of which the registers are held 
 DECODE, MIXED = (8, 8), (512, 32)  # tokens, chunks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """What the assembler says of a kernel; shared memory in bytes. The number of products of TF32 in its code."""
-
-    name: str
-    registers: int
-    spilled: int
-    shared: int
-    tf32: int
-
-
-def compile_dumped(lowered: Any, dump: Path) -> tuple[Any, list[Kernel]]:
-    """A compiled program and its Pallas kernels; the compiler's dumps go to an empty folder."""
-    options = {"xla_dump_to": str(dump), "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": ".*"}
-    program = lowered.compile(compiler_options.of("gpu", absent=True) | options)
-    return program, kernels(dump)
-
-
-def kernels(dump: Path) -> list[Kernel]:
-    """The Pallas kernels of a compilation that was dumped."""
-    (thunks,) = dump.glob("*.thunk_sequence.txt")
-    shared = dict(re.findall(r"(\w+_kernel\w*) grid: .*shared_memory: (\d+)", thunks.read_text()))
-    (package,) = importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations  # type: ignore[union-attr]
-    found = []
-    for path in sorted(dump.glob("*.ptx")):
-        text = path.read_text()
-        (name,) = re.findall(r"\.entry (\w+)\(", text) or [""]
-        if name not in shared:
-            continue
-        target = re.findall(r"\.target (\w+)", text)[0]
-        command = [f"{package}/bin/ptxas", "-v", "--gpu-name", target, str(path), "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
-        found.append(
-            Kernel(
-                name=name,
-                registers=int(registers[0]),
-                spilled=int(spilled[0]),
-                shared=int(shared[name]),
-                tf32=len(re.findall(r"mma\S*\.tf32\.tf32\.", text)),
-            )
-        )
-    return found
-
-
 def on_one(device: str) -> tuple[jax.sharding.Mesh, Callable[..., jax.ShapeDtypeStruct]]:
     """The mesh of one device, and a function that makes abstract arrays there of sizes and a dtype."""
     one = mesh.make_meshes({"tensor": 1}, 1, devices=targets.devices_of(devices.parse(device)))[0][0]
@@ -121,9 +74,12 @@ def on_one(device: str) -> tuple[jax.sharding.Mesh, Callable[..., jax.ShapeDtype
     ],
 )
 def test_kernels_fit_and_the_pool_is_never_copied(
-    device, heads, kv_heads, dim, dtype, pool, size, tmp_path, tell, hold
+    device, heads, kv_heads, dim, dtype, pool, size, tmp_path, monkeypatch, tell, hold
 ) -> None:
+    """Those in Triton; prompts on Hopper have another, which is compiled below."""
+    monkeypatch.setattr(hopper, "serves", lambda *_: False)
     bucket, chunks = size
+    one, abstract = on_one(device)
     shape = api.AttentionShape(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -131,9 +87,10 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         dtype=jnp.dtype(dtype),
         pool_dtype=jnp.dtype(pool),
         alibi=heads != 7,
+        device_kind=one.devices.flat[0].device_kind,
     )
+    assert gpu.BACKEND.supports(shape) is None
     shape = shape.with_blocks(gpu.BACKEND.default_block_size(shape), 2048)
-    one, abstract = on_one(device)
 
     def step(q, k, v, pool, batch):
         meta = gpu.BACKEND.prepare(batch, shape)
@@ -148,18 +105,23 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         *map(abstract, ((chunks + 1,), (chunks,), (chunks, shape.max_blocks), (bucket,), (bucket,)))
     )
     q, k = (abstract((bucket, n, dim), shape.dtype) for n in (heads, kv_heads))
-    with targets.lowering(one):
+    with triton_kernels.compiled() as made, targets.lowering(one):
         lowered = jax.jit(step, donate_argnums=3).lower(q, k, k, held, batch)
-    program, found = compile_dumped(lowered, tmp_path)
+    program = lowered.compile(compiler_options.of("gpu", absent=True))
 
     memory, leaves = program.memory_analysis(), jax.tree.leaves(held)
     assert memory.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert memory.temp_size_in_bytes < 2**24
     pools = tuple(f"[{','.join(map(str, leaf.shape))}]" for leaf in leaves)
-    made = {op for shape, op in re.findall(r"= (\S+) ([a-z][\w-]*)\(", program.as_text()) if shape.endswith(pools)}
-    assert made <= {"parameter", "get-tuple-element", "bitcast", "custom-call"}
+    text = program.as_text()
+    makers = {op for shape, op in re.findall(r"= (\S+) ([a-z][\w-]*)\(", text) if shape.endswith(pools)}
+    assert makers <= {"parameter", "get-tuple-element", "bitcast", "custom-call"}
     wanted = 2 + (kv_heads * chunks < 1024) + (size == MIXED)  # write, decodes, their parts combined, prompts
-    assert len(found) >= wanted
+    assert text.count(triton_kernels.TARGET) == LAYERS * wanted
+    found = triton_kernels.assembled(made, tmp_path)
+    assert {kernel.name.partition("_")[0] for kernel in found} == {"write", "tile"} | (
+        {"combine"} if kv_heads * chunks < 1024 else set()
+    )
     for kernel in found:
         tell(
             "kernels for GPUs (shared memory and spilled registers in bytes)",
@@ -249,9 +211,10 @@ def test_kernels_of_experts_are_read_in_place(
     one, abstract = on_one(device)
     arguments = [((rows, inputs), dtype), ((experts, outputs, inputs), kernel_dtype), ((experts,), "int32")]
     shapes = [abstract(dims, each) for dims, each in arguments]
-    with targets.lowering(one):
+    with triton_kernels.compiled() as made, targets.lowering(one):
         lowered = jax.jit(grouped.multiply_runs).lower(*shapes)
-    program, (kernel,) = compile_dumped(lowered, tmp_path)
+    program = lowered.compile(compiler_options.of("gpu", absent=True))
+    (kernel,) = triton_kernels.assembled(made, tmp_path)
     large = rf"\[{experts},\d+,\d+\]\S* ([a-z][\w-]*)\("
     assert set(re.findall(large, program.as_text())) == {"parameter"}
     temporaries = program.memory_analysis().temp_size_in_bytes
@@ -269,7 +232,7 @@ def test_kernels_of_experts_are_read_in_place(
         temporaries=temporaries,
     )
     assert kernel.spilled == 0
-    assert any("mma" in path.read_text() for path in tmp_path.glob("*.ptx")) == (dtype != "float32")
+    assert (kernel.tensor_cores > 0) == (dtype != "float32")
     assert temporaries < 16 * (rows + 16 * experts)  # the table of tiles
 
 
@@ -293,8 +256,10 @@ def lowered_product(
 )
 def test_int4_kernels_are_widened_inside_the_product(device, rows, outputs, inputs, group, zeros, tmp_path, tell):
     """What the program has beside its arguments has no space for the wide kernel."""
-    lowered = lowered_product(device, rows, outputs, inputs, "int4", group, zeros)
-    program, (kernel,) = compile_dumped(lowered, tmp_path)
+    with triton_kernels.compiled() as made:
+        lowered = lowered_product(device, rows, outputs, inputs, "int4", group, zeros)
+    program = lowered.compile(compiler_options.of("gpu", absent=True))
+    (kernel,) = triton_kernels.assembled(made, tmp_path)
     temporaries = program.memory_analysis().temp_size_in_bytes
     tell(
         "products with int4 kernels for GPUs",
@@ -309,7 +274,7 @@ def test_int4_kernels_are_widened_inside_the_product(device, rows, outputs, inpu
         temporaries=f"{temporaries / 2**20:.1f} MiB",
     )
     assert kernel.spilled == 0
-    assert any("mma" in path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert kernel.tensor_cores > 0
     assert temporaries < 2**20 + 4 * rows * inputs  # the two halves of x
 
 

@@ -1,0 +1,83 @@
+"""The Triton kernels that a test compiles, and what NVIDIA's assembler makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_kernels.gpu.triton_call import _compiled
+
+TARGET = 'custom_call_target="triton_kernel_call_ffi"'  # of the calls in a program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the assembler says of a kernel; shared memory in bytes.
+
+    Attributes:
+      name: the function's; of several from one function the second is name__1, in the order they were compiled.
+      tensor_cores / tf32: products in its code that tensor cores take; those of TF32 among them.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    tensor_cores: int
+    tf32: int
+
+
+@contextmanager
+def compiled() -> Iterator[list[Any]]:
+    """What Triton compiles in this context, whatever was compiled before."""
+    import triton
+
+    made = []
+
+    def compile_and_keep(*args: Any, **options: Any) -> Any:
+        made.append(compile_kernel(*args, **options))
+        return made[-1]
+
+    compile_kernel: Any = triton.compile
+    _compiled.cache_clear()
+    jax.clear_caches()  # a function that has been traced would not call for its kernels again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "compile", compile_and_keep)
+        yield made
+
+
+def assembled(made: Iterable[Any], folder: Path) -> list[Kernel]:
+    """Kernels as the assembler has them; their code goes to a folder."""
+    (package,) = importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations  # type: ignore[union-attr]
+    found, seen = [], Counter[str]()
+    for each in made:
+        name, text = each.metadata.name, each.asm["ptx"]
+        title = f"{name}__{seen[name]}" if seen[name] else name
+        seen[name] += 1
+        path = folder / f"{title}.ptx"
+        path.write_text(text)
+        target = re.findall(r"\.target (\w+)", text)[0]
+        command = [f"{package}/bin/ptxas", "-v", "--gpu-name", target, str(path), "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
+        found.append(
+            Kernel(
+                name=title,
+                registers=int(registers[0]),
+                spilled=int(spilled[0]),
+                shared=each.metadata.shared,
+                tensor_cores=len(re.findall(r"\b(?:wg)?mma(?:\.\w+)*\.m\d+n\d+k\d+", text)),
+                tf32=len(re.findall(r"mma\S*\.tf32\.tf32", text)),
+            )
+        )
+    return found
