@@ -93,11 +93,13 @@ class GpuBackend:
             slots = jnp.stack([block, batch.positions % shape.block_size], axis=1)
             if n_tokens <= n_chunks:  # tiles would save no programs, so each token is computed alone
                 decodes = _items(jnp.arange(n_tokens), in_use, batch.positions, batch.token_chunk)
-                return GpuMetadata(slots, decodes, None, batch.block_tables)
+                return GpuMetadata(slots, decodes, None, None, batch.block_tables)
             single = jnp.diff(batch.query_offsets) == 1
             decodes = _items(batch.query_offsets[:-1], single, batch.kv_lens - 1, jnp.arange(n_chunks))
-            prompts = None if decodes_only else _prompt_items(batch, shape)
-            return GpuMetadata(slots, decodes, prompts, batch.block_tables)
+            if decodes_only:
+                return GpuMetadata(slots, decodes, None, None, batch.block_tables)
+            prompts, tokens = _prompt_items(batch, shape), _prompt_tokens(batch, shape)
+            return GpuMetadata(slots, decodes, prompts, tokens, batch.block_tables)
 
     def attend(
         self,
@@ -146,8 +148,7 @@ def _items(start: jax.Array, count: jax.Array, last: jax.Array, chunk: jax.Array
 def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Array, "n 4"]:
     """Tiles of all chunks longer than one; later ones first, because their contexts are longer."""
     n_tokens, n_chunks = batch.positions.shape[0], batch.kv_lens.shape[0]
-    on_hopper = hopper.serves(shape, n_tokens)
-    size = hopper.QUERIES if on_hopper else prompt_tiling(shape, n_tokens).rows // shape.group
+    size = _tile_size(shape, n_tokens)
     lengths = jnp.diff(batch.query_offsets)
     counts = jnp.where(lengths > 1, -(-lengths // size), 0)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -157,4 +158,20 @@ def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Arr
     end = jnp.minimum(start + size, batch.query_offsets[chunk + 1])
     last = batch.kv_lens[chunk] - 1 - (batch.query_offsets[chunk + 1] - end)
     items = _items(start, jnp.where(place >= 0, end - start, 0), last, chunk)
-    return items[jnp.argsort(jnp.where(place >= 0, -last, 1))] if on_hopper else items
+    return items[jnp.argsort(jnp.where(place >= 0, -last, 1))] if hopper.serves(shape, n_tokens) else items
+
+
+def _prompt_tokens(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Array, "T 4"]:
+    """Each token with the number, the last position and the chunk of its tile; number 0 if it is in none."""
+    token, chunk = jnp.arange(batch.positions.shape[0]), batch.token_chunk
+    first, behind = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
+    size = _tile_size(shape, len(token))
+    start = token - (token - first) % size
+    end = jnp.minimum(start + size, behind)
+    tiled = (behind - first > 1) & (token < batch.query_offsets[-1])
+    return _items(token, jnp.where(tiled, end - start, 0), batch.kv_lens[chunk] - 1 - (behind - end), chunk)
+
+
+def _tile_size(shape: AttentionShape, n_tokens: int) -> int:
+    """The most tokens of a chunk that one program computes together."""
+    return hopper.QUERIES if hopper.serves(shape, n_tokens) else prompt_tiling(shape, n_tokens).rows // shape.group

@@ -13,6 +13,8 @@ LEAST_DOT = 16  # rows, columns and depth of a product
 _PROGRAMS = 1024
 # Fewest slots of a part of a context while there are more programs than that, and most slots.
 _LEAST_PART, _MOST_PART = 128, 4096
+# Prompts: about two programs on each processor, with parts that are worth being combined.
+_PROMPT_PROGRAMS, _LEAST_PROMPT_PART = 256, 512
 
 
 class Tiling(NamedTuple):
@@ -40,6 +42,7 @@ def is_exact(shape: AttentionShape) -> bool:
 
 
 def prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
+    """The tiling for the query heads of some tokens of a chunk that share a KV head."""
     wide = width(shape)
     if is_exact(shape):  # registers hold two parts of each operand: 64 rows would not fit
         most, slots, warps, stages = (32, 32, 8, 2) if wide <= 128 else (16, 16, 8, 2)
@@ -59,8 +62,21 @@ def decode_tiling(shape: AttentionShape) -> Tiling:
 
 def n_parts(items: int, shape: AttentionShape, window: int | None = None) -> int:
     """The number of parts that contexts of decodes, as far as they are visible, are split into."""
-    context = shape.max_blocks * shape.block_size
-    if window is not None:
-        context = min(context, window)
+    context = _seen(shape, window)
     wanted = min(_PROGRAMS // (items * shape.num_kv_heads), context // _LEAST_PART)
     return power_of_two(max(wanted, -(-context // _MOST_PART), 1))
+
+
+def n_prompt_parts(n_tokens: int, shape: AttentionShape, window: int | None = None) -> int:
+    """The number of parts that contexts of prompts are split into: enough for a bucket of one chunk."""
+    if shape.alibi and shape.sinks:  # biases of a tile count from its last query, so each query's sink differs
+        return 1
+    tiles = max(n_tokens * shape.group // prompt_tiling(shape, n_tokens).rows, 1)
+    wanted = min(_PROMPT_PROGRAMS // (tiles * shape.num_kv_heads), _seen(shape, window) // _LEAST_PROMPT_PART)
+    return power_of_two(max(wanted, 1))
+
+
+def _seen(shape: AttentionShape, window: int | None) -> int:
+    """The most slots that a query sees."""
+    context = shape.max_blocks * shape.block_size
+    return context if window is None else min(context, window)

@@ -1,9 +1,9 @@
 """The Triton kernels of the GPU backend.
 
 Arrays are those of `layout`: q and out [T, N, D]; keys and values of the pool [n_blocks, K, BLOCK, D], their scales
-[n_blocks, K, BLOCK]; tables int32[C, MAX_BLOCKS]; items int32[n, 4]; parts of contexts [n, PARTS, N, D] and [n, PARTS,
-N]. Names in capitals are constants of a compiled kernel: HEADS is N, KV_HEADS is K, and WIDTH the least power of two
-that is at least DIM, which is D.
+[n_blocks, K, BLOCK]; tables int32[C, MAX_BLOCKS]; items int32[n, 4]; parts of contexts [n, PARTS, N, D] and
+[n, PARTS, N], of n items or tokens. Names in capitals are constants of a compiled kernel: HEADS is N, KV_HEADS is K,
+and WIDTH the least power of two that is at least DIM, which is D.
 """
 
 from __future__ import annotations
@@ -218,13 +218,17 @@ def tile_kernel(
     MAX_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    OF_TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Attention of some queries of a chunk and the heads of a KV head, over a part of a context."""
+    """Attention of some queries of a chunk and the heads of a KV head, over a part of a context.
+
+    Parts are those of tokens or, where an item has one query, of items.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_parts = tl.num_programs(2)
@@ -277,7 +281,8 @@ def tile_kernel(
             acc = acc / tl.where(total > 0, total, 1)[:, None]
             tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
         else:
-            scalar = (item * n_parts + which) * HEADS + heads
+            of = start + of_chunk if OF_TOKENS else item
+            scalar = (of * n_parts + which) * HEADS + heads
             tl.store(part_acc + scalar[:, None].to(tl.int64) * DIM + dims[None, :], acc, mask=inside)
             tl.store(part_maximum + scalar, maximum, mask=row < count * GROUP)
             tl.store(part_total + scalar, total, mask=row < count * GROUP)

@@ -40,7 +40,8 @@ def attend(
         if meta.prompts is not None and hopper.serves(shape, len(q)):
             out = hopper.attend(q, context, meta.prompts, out, shape, scale, interpret)
         elif meta.prompts is not None:
-            out = attend(meta.prompts, out, tiling=cuts.prompt_tiling(shape, len(q)), parts=1)
+            parts, tiling = cuts.n_prompt_parts(len(q), shape, window), cuts.prompt_tiling(shape, len(q))
+            out = attend(meta.prompts, out, tiling=tiling, parts=parts, tokens=meta.prompt_tokens)
         return out, pool
 
 
@@ -82,12 +83,17 @@ def _tiles(
     *,
     tiling: cuts.Tiling,
     parts: int,
+    tokens: jax.Array | None = None,
     shape: AttentionShape,
     scale: float,
     window: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """`out` with the rows of the items written; their contexts are read in so many parts."""
+    """`out` with the rows of the items written; their contexts are read in so many parts.
+
+    Args:
+      tokens: where items have several queries, `GpuMetadata.prompt_tokens`.
+    """
     given = {"device_kind": shape.device_kind, "interpret": interpret}
     sizes = {
         "HEADS": shape.num_heads,
@@ -96,7 +102,8 @@ def _tiles(
         "SLOTS": tiling.slots,
         "WINDOW": window,
     }
-    dims = (len(items), parts, shape.num_heads)
+    combined = items if tokens is None else tokens
+    dims = (len(combined), parts, shape.num_heads)
     acc, scalar = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*dims, shape.head_dim), dims))
     one = parts == 1
     made = triton_call(
@@ -123,6 +130,7 @@ def _tiles(
             "BLOCK": shape.block_size,
             "MAX_BLOCKS": shape.max_blocks,
             "ROWS": tiling.rows,
+            "OF_TOKENS": tokens is not None,
             "SCALE": scale,
             "SOFT_CAP": shape.soft_cap,
             # The interpreter holds bfloat16 as integers.
@@ -136,8 +144,8 @@ def _tiles(
         return made["out"]
     return triton_call(
         combine_kernel,
-        (len(items), shape.num_heads),
-        {**made, "sinks": context.sinks, "items": items},
+        (len(combined), shape.num_heads),
+        {**made, "sinks": context.sinks, "items": combined},
         changed={"out": out},
         constants=sizes | {"PARTS": parts},
         warps=4,

@@ -36,10 +36,12 @@ class GpuMetadata(NamedTuple):
       slots: int32[T, 2]. Block and slot in it that each token is written to; block -1 for padding.
       decodes / prompts: int32[n, 4]. Queries that one program computes together: first flat token, number (0 for
         none), position of the last, chunk.
+      prompt_tokens: int32[T, 4]. Each token of `prompts`, and the other columns of the tile that it is in.
       tables: int32[C, max_blocks].
     """
 
     slots: jax.Array
     decodes: jax.Array
     prompts: jax.Array | None
+    prompt_tokens: jax.Array | None
     tables: jax.Array

@@ -41,6 +41,26 @@ def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     h.check([(c, 3), (a, 1)])  # tokens of a chunk that go alone
 
 
+@pytest.mark.parametrize(
+    ("windows", "sinks", "soft_cap", "pool"),
+    [((None,), False, None, "float32"), ((None, 300), True, None, "int8"), ((1100,), False, 3.0, "bfloat16")],
+)
+@pytest.mark.interpret
+def test_parts_of_prompts_are_put_together(harness, windows, sinks, soft_cap, pool):
+    """Tiles of several queries, of fewer than the longest, and of none, with contexts of many parts and of one."""
+    sizes = {"heads": 4, "kv_heads": 2, "block": 64, "max_blocks": 24, "n_blocks": 60, "most_chunks": 4}
+    kinds = {"windows": windows, "sinks": sinks, "soft_cap": soft_cap, "pool": pool, "alibi": not sinks}
+    h = harness("gpu", bucket=64, **sizes, **kinds)
+    assert max(cuts.n_prompt_parts(64, h.shape, window) for window in windows) >= 2
+    long = harness("gpu", bucket=1024, **sizes, **kinds)
+    a, b, c = long.add_row(), long.add_row(), long.add_row()
+    long.check([(a, 900), (b, 90)])
+    long.check([(a, 300)])
+    h.rows, h.pool, h.free = long.rows, long.pool, long.free
+    h.check([(b, 1), (a, 40), (c, 9)])
+    h.check([(a, 33), (c, 1), (b, 2)])
+
+
 @pytest.mark.interpret
 def test_one_query_of_many_heads_fills_a_tile(harness):
     """71 heads to a KV head, as Falcon-7B has: a prompt tile of 128 rows holds one query."""
