@@ -63,7 +63,7 @@ class Int4Case:
 
     def multiply(self, x: jax.Array, matrix: Quantized) -> jax.Array:
         """As programs on this device do."""
-        return DeviceProducts(native=None)(x, matrix, jnp.bfloat16)
+        return here()(x, matrix, jnp.bfloat16)
 
     def multiply_xla(self, x: jax.Array, matrix: Quantized) -> jax.Array:
         """By the matrix in bfloat16, which XLA widens."""
@@ -125,7 +125,7 @@ class ExpertsCase:
             return product(x, matrix, sizes)
 
         chosen = jnp.zeros((len(x), 1), jnp.int32)  # not looked at
-        return DeviceProducts(native=None).experts(compute, x, chosen, chosen.astype(jnp.float32), {"gate": matrix})
+        return here().experts(compute, x, chosen, chosen.astype(jnp.float32), {"gate": matrix})
 
     def multiply_xla(self, x: jax.Array, matrix: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
         """By XLA's ragged dot."""
@@ -162,6 +162,11 @@ SMALL_CASES: list[ProductCase] = [
     ExpertsCase(rows=16, experts=4, outputs=32, inputs=64),
     ExpertsCase(rows=16, experts=4, outputs=32, inputs=64, dtype="int8"),
 ]
+
+
+def here() -> DeviceProducts:
+    """The products of programs on this device."""
+    return DeviceProducts(native=None, device_kind=jax.devices()[0].device_kind)
 
 
 def largest(difference: np.ndarray) -> float:

@@ -177,7 +177,11 @@ class StagePrograms:
             layers=self.layers,
             looped=self.looped,
             products=matmul.DeviceProducts(
-                native=self.shape.product, tiles=self.looped, mesh=self.mesh, spec=self.spec
+                native=self.shape.product,
+                tiles=self.looped,
+                device_kind=self.shape.attention.device_kind,
+                mesh=self.mesh,
+                spec=self.spec,
             ),
             prepare=lambda batch, group: prepare(batch, blocks=blocks[group]),
             make_attend=partial(attention.make_attend, self.model, *attended),

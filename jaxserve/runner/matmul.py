@@ -1,8 +1,8 @@
 """Matrix products of the compiled programs: our kernels where faster, else XLA's.
 
 The only place that knows about `pallas_kernels.cpu.product` and the products in `pallas_kernels.gpu`. Models call
-`DeviceProducts` (see `products.bind`). The products for GPUs are imported where they are used: with Pallas's compilers
-for GPUs, they take a quarter of the time of all imports.
+`DeviceProducts` (see `products.bind`). The products for GPUs are imported where they are used: with the compilers of
+their kernels, they take a quarter of the time of all imports.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class DeviceProducts:
     Attributes:
       native: multiplies in place of XLA, except where it returns None; stands for that of quantized ones too.
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
+      device_kind: JAX's name of the device that the program is for; without it, GPUs take XLA's products too.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
       ring: multiplies in place of all others where it pays.
     """
 
     native: NativeProduct | None
     tiles: bool = False
+    device_kind: str = ""
     mesh: Mesh | None = None
     spec: ShardingSpec | None = None
     layer: int = 0
@@ -130,10 +132,9 @@ class DeviceProducts:
         # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
         # GPUs do not if there are groups.
         if matrix.group is not None:
-            from pallas_kernels.gpu import int4
-
-            alone = (self.mesh is None or self.mesh.size == 1) and int4.serves(matrix.group)
-            ways = {"cuda": _int4_gpu} if alone and matrix.values.dtype == jnp.int4 else {}
+            alone = (self.mesh is None or self.mesh.size == 1) and matrix.values.dtype == jnp.int4
+            int4_gpu = alone and _has_kernels(self.device_kind) and _serves_int4(matrix.group)
+            ways = {"cuda": partial(_int4_gpu, device_kind=self.device_kind)} if int4_gpu else {}
             return jax.lax.platform_dependent(
                 x, matrix, cpu=_dot_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
             )
@@ -147,7 +148,8 @@ class DeviceProducts:
     def _runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
         if self.native is not None and not isinstance(kernels, Quantized):
             return product.multiply_runs(x, kernels, sizes)
-        ways = {"cpu": _runs_cpu, "cuda": _runs_gpu}
+        gpu = partial(_runs_gpu, device_kind=self.device_kind)
+        ways = {"cpu": _runs_cpu} | ({"cuda": gpu} if _has_kernels(self.device_kind) else {})
         return jax.lax.platform_dependent(x, kernels, sizes, **ways, default=experts.ragged_product)
 
 
@@ -155,6 +157,21 @@ _EXPERT_AXES = {
     **{name: experts.AXES[name]["kernel"] for name in ("gate", "up", "down")},
     **{f"{name}_bias": experts.AXES[name]["bias"] for name in ("gate", "up")},
 }
+
+
+def _has_kernels(device_kind: str) -> bool:
+    """Whether kernels can be compiled for a device; for others nobody needs Triton."""
+    if not device_kind or device_kind == "cpu":
+        return False
+    from pallas_kernels.gpu.triton_call import missing
+
+    return missing(device_kind) is None
+
+
+def _serves_int4(group: int) -> bool:
+    from pallas_kernels.gpu import int4
+
+    return int4.serves(group)
 
 
 def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
@@ -185,7 +202,9 @@ def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) ->
     return experts.scaled(y, kernels, sizes)
 
 
-def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
+def _runs_gpu(
+    x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *, device_kind: str, interpret: bool = False
+) -> jax.Array:
     """Multiplies tiles of a run's rows; int8 kernels are widened in registers.
 
     XLA's compiler for GPUs would multiply every row by every kernel, and transpose all kernels in memory.
@@ -193,13 +212,14 @@ def _runs_gpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array, *,
     from pallas_kernels.gpu import grouped
 
     values = kernels.values if isinstance(kernels, Quantized) else kernels
-    return experts.scaled(grouped.multiply_runs(x, values, sizes, interpret=interpret), kernels, sizes)
+    y = grouped.multiply_runs(x, values, sizes, device_kind=device_kind, interpret=interpret)
+    return experts.scaled(y, kernels, sizes)
 
 
-def _int4_gpu(x: jax.Array, matrix: Quantized) -> jax.Array:
+def _int4_gpu(x: jax.Array, matrix: Quantized, *, device_kind: str) -> jax.Array:
     from pallas_kernels.gpu import int4
 
-    return int4.multiply(x, *matrix)
+    return int4.multiply(x, *matrix, device_kind=device_kind)
 
 
 def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:

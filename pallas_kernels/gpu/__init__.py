@@ -10,7 +10,6 @@ is online (Milakov and Gimelshein, 2018) and to base 2.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import jax
@@ -22,7 +21,7 @@ from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.cuts import is_exact, prompt_tiling
 from pallas_kernels.gpu.layout import Context, GpuMetadata, GpuPool
-from pallas_kernels.gpu.triton_call import capability
+from pallas_kernels.gpu.triton_call import missing
 
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 _DTYPES = (np.dtype(np.float32), _BFLOAT16)
@@ -125,17 +124,6 @@ class GpuBackend:
 
 
 BACKEND = GpuBackend()
-
-
-def missing(device_kind: str) -> str | None:
-    """What the kernels need and do not have."""
-    if jax.__version_info__ < (0, 11):
-        return f"jax {jax.__version__}; its kernels need jax 0.11"
-    if importlib.util.find_spec("triton") is None:
-        return "no Triton (pip install triton)"
-    if capability(device_kind) is None:
-        return f"device {device_kind!r}; it serves A100, H100 and H200"
-    return None
 
 
 # Lists of work, made once per iteration.

@@ -25,13 +25,18 @@ def call(
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         held = {name: np.asarray(x) for name, x in zip(given, arrays, strict=True)}
         kept = {name: held[name].copy() for name in changed}
-        made = {name: np.zeros(x.shape, x.dtype) for name, x in new.items()}
+        made = {name: _arbitrary(x.shape, x.dtype) for name, x in new.items()}
         pointers = {name: _Pointer(x) for name, x in (held | kept | made).items()}
         kernel[grid](**pointers, **constants)
         return [*made.values(), *kept.values()]
 
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*new.values(), *changed.values())]
     return jax.pure_callback(run, results, *given.values())
+
+
+def _arbitrary(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new array of NaN, or of zeros for integers: what a kernel leaves out is found."""
+    return np.zeros(shape, dtype) if np.dtype(dtype).kind in "iu" else np.full(shape, np.nan, dtype)
 
 
 class _Pointer:

@@ -6,6 +6,7 @@ there. XLA calls it through jaxlib's `triton_kernel_call_ffi`, which command buf
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Mapping
 from functools import cache
@@ -23,6 +24,17 @@ _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8"
 def capability(device_kind: str) -> int | None:
     """Ten times the compute capability of a device; None if the kernels do not serve it."""
     return next((value for name, value in _CAPABILITIES.items() if name in device_kind), None)
+
+
+def missing(device_kind: str) -> str | None:
+    """What the kernels need and do not have."""
+    if jax.__version_info__ < (0, 11):
+        return f"jax {jax.__version__}; its kernels need jax 0.11"
+    if importlib.util.find_spec("triton") is None:
+        return "no Triton (pip install triton)"
+    if capability(device_kind) is None:
+        return f"device {device_kind!r}; it serves A100, H100 and H200"
+    return None
 
 
 def triton_call(

@@ -1,6 +1,8 @@
-"""The grouped product for GPUs in Pallas's interpreter, against the float64 oracle."""
+"""The grouped product for GPUs in Triton's interpreter, against the float64 oracle."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from pallas_kernels import oracle
 from pallas_kernels.gpu import grouped
 
-multiply_runs = jax.jit(grouped.multiply_runs, static_argnames="interpret")
+multiply_runs = jax.jit(partial(grouped.multiply_runs, device_kind=""), static_argnames="interpret")
 make_tiles = jax.jit(grouped._tiles, static_argnums=(1, 2))
 
 
@@ -76,27 +78,27 @@ def test_tiles_cover_every_run_once(seed):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """Not on those of its tile, nor on its place in the tile: to the bit."""
+    """Not on those of its tile, to the bit; nor on its place in the tile, but for how NumPy adds there."""
     x, kernels = draw(np.random.default_rng(0), 40, 80, 70, (40, 0), jnp.bfloat16, "bfloat16")
     kernels[1] = 1
     alone = multiply_runs(x, kernels, np.int32([40, 0]), interpret=True)[5]
     others = np.full_like(x, np.nan)
-    others[14] = x[5]
+    others[5] = others[14] = x[5]
     among = multiply_runs(others, kernels, np.int32([38, 2]), interpret=True)
-    np.testing.assert_array_equal(among[14], alone)
+    np.testing.assert_array_equal(among[5], alone)
+    np.testing.assert_allclose(among[14], alone, rtol=1e-5)
     assert np.isnan(among[13]).all()
 
 
-def test_float32_is_not_rounded():
-    """Its products are asked for in full precision, which the interpreter would give anyway."""
-    x, kernels = jnp.zeros((4, 32)), jnp.zeros((2, 32, 32))
-    text = str(jax.make_jaxpr(grouped.multiply_runs)(x, kernels, jnp.int32([2, 2])))
-    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in text
+def test_float32_is_not_rounded(monkeypatch):
+    """It is multiplied in three products of TF32, where the interpreter would be exact anyway."""
+    asked = []
 
+    def call(*_, new, constants, **__):
+        asked.append(constants["PRECISION"])
+        return {name: jnp.zeros(like.shape, like.dtype) for name, like in new.items()}
 
-def test_kernels_beyond_the_compilers_offsets_are_refused():
-    x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
-    kernels = jax.ShapeDtypeStruct((129, 4096, 4096), jnp.int8)
-    sizes = jax.ShapeDtypeStruct((129,), jnp.int32)
-    with pytest.raises(ValueError, match=r"int8 kernels of 2,164,260,864 numbers on one device; .* split the experts"):
-        jax.eval_shape(grouped.multiply_runs, x, kernels, sizes)
+    monkeypatch.setattr(grouped, "triton_call", call)
+    for dtype in ("float32", "bfloat16"):
+        jax.eval_shape(multiply_runs, jnp.zeros((5, 32), dtype), jnp.zeros((3, 32, 32), dtype), jnp.int32([2, 2, 1]))
+    assert asked == ["tf32x3", "ieee"]

@@ -16,7 +16,7 @@ from tests.jaxserve.models.configs import CONFIGS
 
 WAYS = {"ragged": experts.ragged_product, "tiles": matmul._runs_cpu, "native": product.multiply_runs}
 # What GPUs use; in the interpreter, rows beyond the runs are NaN. More of it is in tests/pallas_kernels.
-GROUPED = partial(matmul._runs_gpu, interpret=True)
+GROUPED = partial(matmul._runs_gpu, device_kind="", interpret=True)
 
 
 def runs(rows: int, count: int, seed: int = 0):
