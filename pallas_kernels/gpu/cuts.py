@@ -47,7 +47,7 @@ def prompt_tiling(shape: AttentionShape, n_tokens: int) -> Tiling:
     if is_exact(shape):  # registers hold two parts of each operand: 64 rows would not fit
         most, slots, warps, stages = (32, 32, 8, 2) if wide <= 128 else (16, 16, 8, 2)
     else:
-        most, slots, warps, stages = 128, 64 if wide <= 128 else 32, 8, 2
+        most, slots, warps, stages = 128 if wide <= 128 else 64, 64, 8, 2  # 128 of 256 would not fit on an A100
     rows = max(min(max(most, power_of_two(shape.group)), power_of_two(n_tokens * shape.group)), LEAST_DOT)
     return Tiling(rows, slots, warps if rows >= most else 4, stages)
 
