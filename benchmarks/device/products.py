@@ -120,12 +120,7 @@ class ExpertsCase:
 
     def multiply(self, x: jax.Array, matrix: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
         """As programs on this device do."""
-
-        def compute(x: jax.Array, *_: Any, product: experts.RunsProduct, **rest: Any) -> jax.Array:
-            return product(x, matrix, sizes)
-
-        chosen = jnp.zeros((len(x), 1), jnp.int32)  # not looked at
-        return here().experts(compute, x, chosen, chosen.astype(jnp.float32), {"gate": matrix})
+        return here().runs(x, matrix, sizes)
 
     def multiply_xla(self, x: jax.Array, matrix: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
         """By XLA's ragged dot."""

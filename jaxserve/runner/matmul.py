@@ -101,7 +101,7 @@ class DeviceProducts:
     ) -> Float32[jax.Array, "T H"]:
         """Each device computes with its experts, or its parts of them; the shares are added up."""
         if self.mesh is None or self.spec is None or self.mesh.size == 1:
-            return compute(x, chosen, weights, kernels, product=self._runs, first=0)
+            return compute(x, chosen, weights, kernels, product=self.runs, first=0)
         mesh, of_layer = self.mesh, f"layers.{self.layer}.experts.down.kernel"  # whose rules hold for the others too
         resolve = partial(self.spec.resolve, mesh=mesh, name=of_layer)
 
@@ -120,7 +120,7 @@ class DeviceProducts:
 
         def here(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: experts.Kernels) -> jax.Array:
             first = 0 if of_experts is None else jax.lax.axis_index(of_experts) * kernels["gate"].shape[0]
-            y = compute(x, chosen, weights, kernels, product=self._runs, first=first)
+            y = compute(x, chosen, weights, kernels, product=self.runs, first=first)
             return jax.lax.psum(y.astype(x.dtype), parts).astype(jnp.float32) if parts else y
 
         everywhere = jax.shard_map(
@@ -145,7 +145,8 @@ class DeviceProducts:
         )
         return sums * matrix.scales.astype(jnp.float32)
 
-    def _runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
+    def runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
+        """Products of runs of rows with a kernel each, on one device (`experts.RunsProduct`)."""
         if self.native is not None and not isinstance(kernels, Quantized):
             return product.multiply_runs(x, kernels, sizes)
         gpu = partial(_runs_gpu, device_kind=self.device_kind)
@@ -163,9 +164,9 @@ def _has_kernels(device_kind: str) -> bool:
     """Whether kernels can be compiled for a device; for others nobody needs Triton."""
     if not device_kind or device_kind == "cpu":
         return False
-    from pallas_kernels.gpu.triton_call import missing
+    from pallas_kernels.gpu.triton_call import capability, missing
 
-    return missing(device_kind) is None
+    return capability(device_kind) is not None and missing() is None
 
 
 def _serves_int4(group: int) -> bool:

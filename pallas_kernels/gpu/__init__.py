@@ -21,7 +21,7 @@ from pallas_kernels.api import ONE_SLOT_PART, AttentionBatch, AttentionShape
 from pallas_kernels.gpu import hopper
 from pallas_kernels.gpu.cuts import is_exact, prompt_tiling
 from pallas_kernels.gpu.layout import Context, GpuMetadata, GpuPool
-from pallas_kernels.gpu.triton_call import missing
+from pallas_kernels.gpu.triton_call import capability, missing
 
 _BFLOAT16, _INT8 = np.dtype(jnp.bfloat16), np.dtype(np.int8)
 _DTYPES = (np.dtype(np.float32), _BFLOAT16)
@@ -51,7 +51,9 @@ class GpuBackend:
         most = 64 if is_exact(shape) else 128
         if shape.group > most:
             return f"{shape.group} query heads of {shape.dtype} to a KV head; it serves up to {most}"
-        return None if self.interpret else missing(shape.device_kind)
+        if shape.device_kind and capability(shape.device_kind) is None and not self.interpret:
+            return f"device {shape.device_kind!r}; it serves A100, H100 and H200"
+        return missing() if jax.default_backend() == "gpu" else None  # plans are for other machines
 
     def default_block_size(self, shape: AttentionShape) -> int:
         del shape
@@ -150,7 +152,7 @@ def _prompt_items(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Arr
 
 
 def _prompt_tokens(batch: AttentionBatch, shape: AttentionShape) -> Int32[jax.Array, "T 4"]:
-    """Each token with the number, the last position and the chunk of its tile; number 0 if it is in none."""
+    """Each token, and its tile's number of queries (0: in no tile), last position and chunk."""
     token, chunk = jnp.arange(batch.positions.shape[0]), batch.token_chunk
     first, behind = batch.query_offsets[chunk], batch.query_offsets[chunk + 1]
     size = _tile_size(shape, len(token))

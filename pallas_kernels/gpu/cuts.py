@@ -68,7 +68,7 @@ def n_parts(items: int, shape: AttentionShape, window: int | None = None) -> int
 
 
 def n_prompt_parts(n_tokens: int, shape: AttentionShape, window: int | None = None) -> int:
-    """The number of parts that contexts of prompts are split into: enough for a bucket of one chunk."""
+    """The number of parts that contexts of prompts are split into."""
     if shape.alibi and shape.sinks:  # biases of a tile count from its last query, so each query's sink differs
         return 1
     tiles = max(n_tokens * shape.group // prompt_tiling(shape, n_tokens).rows, 1)

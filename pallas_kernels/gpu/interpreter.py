@@ -22,7 +22,7 @@ def call(
     """The arrays of `new`, then those of `changed` as a kernel leaves them; all by name."""
     given = inputs | changed
 
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+    def run(*arrays: Any) -> list[np.ndarray]:
         held = {name: np.asarray(x) for name, x in zip(given, arrays, strict=True)}
         kept = {name: held[name].copy() for name in changed}
         made = {name: _arbitrary(x.shape, x.dtype) for name, x in new.items()}

@@ -26,15 +26,11 @@ def capability(device_kind: str) -> int | None:
     return next((value for name, value in _CAPABILITIES.items() if name in device_kind), None)
 
 
-def missing(device_kind: str) -> str | None:
-    """What the kernels need and do not have."""
+def missing() -> str | None:
+    """What the kernels need and is not installed here."""
     if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__}; its kernels need jax 0.11"
-    if importlib.util.find_spec("triton") is None:
-        return "no Triton (pip install triton)"
-    if capability(device_kind) is None:
-        return f"device {device_kind!r}; it serves A100, H100 and H200"
-    return None
+    return None if importlib.util.find_spec("triton") else "no Triton (pip install triton)"
 
 
 def triton_call(
@@ -60,6 +56,9 @@ def triton_call(
       warps / stages: of a program; steps of a loop whose operands are read ahead.
       device_kind: JAX's name of the GPU.
       interpret: run in Triton's interpreter, on a CPU.
+
+    Raises:
+      RuntimeError: kernels for the device cannot be compiled here.
     """
     changed, new = changed or {}, new or {}
     absent = [name for name, x in (*inputs.items(), *changed.items(), *new.items()) if x is None]
@@ -70,8 +69,9 @@ def triton_call(
         out = interpreter.call(kernel, grid, given, kept, made, constants)
     else:
         pointers = {name: _TYPES[x.dtype.name] for name, x in (given | kept | made).items()}
-        served = capability(device_kind)
-        assert served is not None
+        served, absent_here = capability(device_kind), missing()
+        if served is None or absent_here:
+            raise RuntimeError(f"no kernels for device {device_kind!r}: {absent_here or 'they serve other GPUs'}")
         launch = _compiled(kernel, *(tuple(x.items()) for x in (pointers, constants)), grid, warps, stages, served)
         # What changes is the last input and the last output, so the kernel gets no pointer to it twice.
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*made.values(), *kept.values())]

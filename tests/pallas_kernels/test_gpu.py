@@ -117,10 +117,13 @@ def test_refusals():
 
 
 def test_what_the_kernels_need_is_told(monkeypatch):
+    a100, l4 = (dataclasses.replace(SHAPE, device_kind=f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "L4"))
+    assert GpuBackend().supports(l4) == "device 'NVIDIA L4'; it serves A100, H100 and H200"
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "its kernels need jax 0.11" in (GpuBackend().supports(SHAPE) or "")
+    assert GpuBackend().supports(a100) is None  # for a plan
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "its kernels need jax 0.11" in (GpuBackend().supports(a100) or "")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
-    assert GpuBackend().supports(SHAPE) == "device ''; it serves A100, H100 and H200"
-    assert GpuBackend().supports(dataclasses.replace(SHAPE, device_kind="NVIDIA A100-SXM4-80GB")) is None
+    assert GpuBackend().supports(a100) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert GpuBackend().supports(SHAPE) == "no Triton (pip install triton)"
+    assert GpuBackend().supports(a100) == "no Triton (pip install triton)"
