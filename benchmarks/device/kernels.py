@@ -157,12 +157,17 @@ def make_batch(case: KernelCase, shape: AttentionShape) -> AttentionBatch:
     )
 
 
-def time_case(case: KernelCase, backend: Backend) -> float:
-    """Milliseconds of one layer."""
+def time_case(case: KernelCase, backend: Backend, batch: AttentionBatch | None = None) -> float:
+    """Milliseconds of one layer.
+
+    Args:
+      batch: in place of `make_batch`; no row has more tokens than the case's context.
+    """
     shape = case.shape(backend)
-    layers = max(1, min(_MOST_LAYERS, _BYTES_AT_ONCE // case.nbytes))
-    n_blocks = case.rows * shape.max_blocks
-    batch = make_batch(case, shape)
+    batch = make_batch(case, shape) if batch is None else batch
+    n_blocks = int(batch.block_tables.max()) + 1
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backend.pool(shape, n_blocks)))
+    layers = max(1, min(_MOST_LAYERS, _BYTES_AT_ONCE // nbytes))
     tokens, scale = case.rows * case.new, case.head_dim**-0.5
     q = jax.random.normal(jax.random.key(0), (tokens, case.heads, case.head_dim), shape.dtype)
     k, v = (jax.random.normal(jax.random.key(i), (tokens, case.kv_heads, case.head_dim), shape.dtype) for i in (1, 2))

@@ -24,7 +24,7 @@ from pallas_kernels import oracle
 
 _BYTES_AT_ONCE = 2**28  # of all matrices of a timed call
 _FEWEST, _MOST = 2, 32  # matrices of a timed call
-_TOLERANCE = 0.03  # of results of about one, with operands or results rounded to bfloat16
+TOLERANCE = 0.03  # of results of about one, with operands or results rounded to bfloat16
 
 Multiply = Callable[..., jax.Array]  # of x, a matrix and more
 
@@ -179,6 +179,14 @@ def flops(case: ProductCase) -> int:
     return 2 * case.rows * case.outputs * case.inputs
 
 
+def operands(case: ProductCase) -> tuple[Any, ...]:
+    """Random operands of a timed call: rows, several matrices, and what else a product takes."""
+    count = min(max(-(-_BYTES_AT_ONCE // case.matrix_bytes), _FEWEST), _MOST)
+    make = jax.jit(case.matrix)
+    x = jax.random.normal(jax.random.key(_MOST), (case.rows, case.inputs), jnp.bfloat16)
+    return x, [make(jax.random.key(i)) for i in range(count)], *case.more()
+
+
 def in_turn(multiply: Multiply) -> Multiply:
     """Multiplies by each of several matrices, one after another."""
 
@@ -197,7 +205,7 @@ def checked(case: ProductCase, multiply: Multiply, x: jax.Array, matrix: Any, *m
     """The largest difference from NumPy; ValueError if it is more than rounding."""
     y = np.asarray(jax.jit(multiply)(x, matrix, *more), np.float64)
     off = case.difference(y, np.asarray(x, np.float64), matrix)
-    if off > _TOLERANCE:
+    if off > TOLERANCE:
         raise ValueError(f"{case.name}: differs from NumPy by {off:.3g}; nothing was timed")
     return off
 
@@ -208,10 +216,7 @@ def measure(case: ProductCase) -> dict[str, Any]:
     Raises:
       ValueError: it differs by more than the rounding of its dtypes.
     """
-    count = min(max(-(-_BYTES_AT_ONCE // case.matrix_bytes), _FEWEST), _MOST)
-    make = jax.jit(case.matrix)
-    matrices = [make(jax.random.key(i)) for i in range(count)]
-    x, more = jax.random.normal(jax.random.key(_MOST), (case.rows, case.inputs), jnp.bfloat16), case.more()
+    x, matrices, *more = operands(case)
     found = {
         "backend": "xla" if (platform := jax.default_backend()) == "tpu" else platform,
         "difference": checked(case, case.multiply, x, matrices[0], *more),
@@ -220,7 +225,7 @@ def measure(case: ProductCase) -> dict[str, Any]:
     }
     for name, multiply in (("ms", case.multiply), ("xla_ms", case.multiply_xla)):
         run = in_turn(multiply)
-        found[name] = 1e3 * kernels.seconds(partial(run, x, matrices, *more), 4) / count
+        found[name] = 1e3 * kernels.seconds(partial(run, x, matrices, *more), 4) / len(matrices)
     return found
 
 
