@@ -186,12 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of candidates (default: all)")
     parser.add_argument("--small", action="store_true", help="tiny shapes, by what serves here, to see that it runs")
     asked = parser.parse_args(arguments)
-    if not asked.small and (reason := triton_call.missing(jax.devices()[0].device_kind)):
-        parser.error(f"the kernels do not run here: {reason}")
-    for kind in asked.only:
+    kind = jax.devices()[0].device_kind
+    if not asked.small and (triton_call.capability(kind) is None or triton_call.missing()):
+        parser.error(f"the kernels do not run here: {triton_call.missing() or kind}")
+    for what in asked.only:
         started = time.perf_counter()
-        KINDS[kind](small=asked.small)
-        print(f"{kind}: {time.perf_counter() - started:.0f} s", flush=True)
+        KINDS[what](small=asked.small)
+        print(f"{what}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ and WIDTH the least power of two that is at least DIM, which is D.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
-
-# Pyright takes what Triton compiles for Python.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 LOWEST = tl.constexpr(-1e30)  # replaces minus infinity where a difference of two of them must not be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -22,6 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+@no_type_check
 def write_kernel(
     new_keys,
     new_values,
@@ -71,6 +71,7 @@ def write_kernel(
 
 
 @triton.jit
+@no_type_check
 def _tiles(items, item, which, n_parts, SLOTS: tl.constexpr, WINDOW: tl.constexpr):
     """The part of one program: queries, and some tiles of their context.
 
@@ -93,6 +94,7 @@ def _tiles(items, item, which, n_parts, SLOTS: tl.constexpr, WINDOW: tl.constexp
 
 
 @triton.jit
+@no_type_check
 def _with_sink(maximum, sink):
     """The factor of the sums so far and the sink's term, when a sink joins a softmax.
 
@@ -103,6 +105,7 @@ def _with_sink(maximum, sink):
 
 
 @triton.jit
+@no_type_check
 def _step(
     i,
     maximum,
@@ -196,6 +199,7 @@ def _step(
 
 
 @triton.jit
+@no_type_check
 def tile_kernel(
     q,
     keys,
@@ -289,6 +293,7 @@ def tile_kernel(
 
 
 @triton.jit
+@no_type_check
 def combine_kernel(
     part_acc,
     part_maximum,

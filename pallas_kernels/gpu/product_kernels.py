@@ -7,6 +7,8 @@ are constants of a compiled kernel.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -25,11 +27,9 @@ _TO_BFLOAT16 = """{
 }"""
 _LOW, _HIGH = (tl.constexpr(_TO_BFLOAT16.replace("SHIFT", shift)) for shift in "04")
 
-# Pyright takes what Triton compiles for Python.
-# pyright: basic, reportIndexIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-
 
 @triton.jit
+@no_type_check
 def runs_kernel(
     x,
     kernels,
@@ -71,6 +71,7 @@ def runs_kernel(
 
 
 @triton.jit
+@no_type_check
 def int4_kernel(
     even,
     odd,
@@ -142,6 +143,7 @@ def int4_kernel(
 
 
 @triton.jit
+@no_type_check
 def _of_groups(scales, zeros, near, step, GROUP: tl.constexpr, N_GROUPS: tl.constexpr, DEPTH: tl.constexpr):
     """Scales and zero points of the groups of a step; beyond the last group, its own."""
     COUNT: tl.constexpr = tl.cdiv(DEPTH, GROUP)
@@ -155,6 +157,7 @@ def _of_groups(scales, zeros, near, step, GROUP: tl.constexpr, N_GROUPS: tl.cons
 
 
 @triton.jit
+@no_type_check
 def _over_inputs(each, HALF: tl.constexpr):
     """A number for each pair of a step [columns, HALF], of one for each group."""
     COLUMNS: tl.constexpr = each.shape[0]
@@ -163,6 +166,7 @@ def _over_inputs(each, HALF: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _widened(both, HIGH: tl.constexpr, PACKED: tl.constexpr):
     """The numbers of the high or the low halves of bytes: as bfloat16 if PACKED, else float32."""
     if PACKED:

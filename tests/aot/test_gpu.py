@@ -135,7 +135,7 @@ def test_kernels_fit_and_the_pool_is_never_copied(
             spilled=kernel.spilled,
             shared=kernel.shared,
         )
-        assert kernel.spilled <= (64 if "tile" in kernel.name else 0)  # some pointers, of float32 and heads of 256
+        assert kernel.spilled <= (128 if "tile" in kernel.name else 0)  # some pointers
         assert (kernel.tf32 > 0) == ("tile" in kernel.name and "float32" in (dtype, pool))
     if (heads, kv_heads, dim, dtype, pool) == HELD:
         for kernel in found:
