@@ -134,7 +134,12 @@ def test_kernels_fit_and_the_pool_is_never_copied(
             registers=kernel.registers,
             spilled=kernel.spilled,
             shared=kernel.shared,
+            resident=kernel.resident(targets._CHIPS[devices.parse(device).device.name].shared),
+            mma=kernel.tensor_cores,
+            copies=kernel.copies,
         )
+        # Keys and values of later tiles arrive while one is computed.
+        assert (kernel.copies > 0) == ("tile" in kernel.name)
         assert kernel.spilled <= (128 if "tile" in kernel.name else 0)  # some pointers
         assert (kernel.tf32 > 0) == ("tile" in kernel.name and "float32" in (dtype, pool))
     if (heads, kv_heads, dim, dtype, pool) == HELD:

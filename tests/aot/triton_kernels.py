@@ -27,14 +27,26 @@ class Kernel:
     Attributes:
       name: the function's; of several from one function the second is name__1, in the order they were compiled.
       tensor_cores / tf32: products in its code that tensor cores take; those of TF32 among them.
+      copies: instructions that copy to shared memory beside the arithmetic (cp.async).
     """
 
     name: str
     registers: int
     spilled: int
     shared: int
+    warps: int
     tensor_cores: int
     tf32: int
+    copies: int
+
+    def resident(self, shared: int) -> int:
+        """The programs that a processor with so many bytes of shared memory runs at once.
+
+        It has 65,536 registers, given out by 256 to a warp, and room for 64 warps and 32 programs; each program takes
+        1 KiB of shared memory besides its own (CUDA's occupancy calculator, sm_80 and sm_90).
+        """
+        registers = -(-self.registers * 32 // 256) * 256 * self.warps
+        return min(65536 // registers, shared // (self.shared + 1024), 64 // self.warps, 32)
 
 
 @contextmanager
@@ -76,8 +88,10 @@ def assembled(made: Iterable[Any], folder: Path) -> list[Kernel]:
                 registers=int(registers[0]),
                 spilled=int(spilled[0]),
                 shared=each.metadata.shared,
+                warps=each.metadata.num_warps,
                 tensor_cores=len(re.findall(r"\b(?:wg)?mma(?:\.\w+)*\.m\d+n\d+k\d+", text)),
                 tf32=len(re.findall(r"mma\S*\.tf32\.tf32", text)),
+                copies=text.count("cp.async.cg"),
             )
         )
     return found
