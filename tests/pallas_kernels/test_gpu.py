@@ -48,7 +48,7 @@ def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
 @pytest.mark.interpret
 def test_parts_of_prompts_are_put_together(harness, windows, sinks, soft_cap, pool):
     """Tiles of several queries, of fewer than the longest, and of none, with contexts of many parts and of one."""
-    sizes = {"heads": 4, "kv_heads": 2, "block": 64, "max_blocks": 24, "n_blocks": 60, "most_chunks": 4}
+    sizes = {"heads": 2, "kv_heads": 1, "block": 64, "max_blocks": 24, "n_blocks": 60, "most_chunks": 4}
     kinds = {"windows": windows, "sinks": sinks, "soft_cap": soft_cap, "pool": pool, "alibi": not sinks}
     h = harness("gpu", bucket=64, **sizes, **kinds)
     assert max(cuts.n_prompt_parts(64, h.shape, window) for window in windows) >= 2

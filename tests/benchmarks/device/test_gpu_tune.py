@@ -11,6 +11,7 @@ from pallas_kernels import gpu
 from pallas_kernels.gpu import cuts, grouped, int4
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(("kind", "lines"), [("tiles", 2), ("prompts", 2), ("ragged", 1), ("int4", 2), ("experts", 2)])
 def test_a_rehearsal_times_each_kind(kind, lines, capsys):
     gpu_tune.main(["--small", "--only", kind])
