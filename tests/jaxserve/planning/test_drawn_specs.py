@@ -22,8 +22,8 @@ tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="lib
 
 
 def marked(seed: int) -> Any:
-    """Seed 7 is in every run, two more among the long tests, the others every week."""
-    return pytest.param(seed, marks=() if seed == 7 else pytest.mark.long if seed in (0, 4) else pytest.mark.weekly)
+    """Three seeds are among the long tests, the others run every week."""
+    return pytest.param(seed, marks=pytest.mark.long if seed in (0, 4, 7) else pytest.mark.weekly)
 
 
 @pytest.mark.parametrize(
