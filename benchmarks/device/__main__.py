@@ -18,11 +18,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.device import absent, models, records
 
 COMMANDS = ("kernels", "steps", "peers", "report", "fit")
+_MODULES = {"kernels": ("kernels", "products"), "steps": ("steps",), "peers": ("peers",)}  # whose cases they time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.job is not None:
         absent.stand_in()
-        module = importlib.import_module(f"benchmarks.device.{args.command}")
-        records.run_cases(module.cases(args.job, small=args.small), set(args.done))
+        modules = (importlib.import_module(f"benchmarks.device.{name}") for name in _MODULES[args.command])
+        cases = chain.from_iterable(module.cases(args.job, small=args.small) for module in modules)
+        records.run_cases(cases, set(args.done))
         return 0
     until = time.monotonic() + 60 * args.minutes
     if args.retry:

@@ -1,4 +1,4 @@
-"""Times attention kernels and products on this device, and the ceilings that they are held to.
+"""Times attention kernels on this device, and the ceilings that they are held to.
 
 The ceilings are the bandwidth of a copy and the rate of a bfloat16 matmul, both measured. Every kernel is checked
 against the oracle before it is timed; all inputs are random, since numbers that are all alike take less power.
@@ -266,12 +266,9 @@ def device() -> dict[str, Any]:
 
 
 def cases(job: str, *, small: bool) -> Iterator[Case]:
-    """The ceilings, then every attention kernel and every product."""
-    from benchmarks.device import products  # which imports this module
-
+    """The ceilings, then every attention kernel."""
     yield "device", device
     yield "copy", lambda: {"bytes/s": copy_bandwidth(2**22 if small else 2**33)}
     yield "matmul", lambda: {"flop/s": matmul_rate(256 if small else 8192)}
     for case in SMALL_CASES if small else CASES:
         yield case.name, partial(measure, case)
-    yield from products.cases(small=small)

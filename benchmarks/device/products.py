@@ -229,7 +229,7 @@ def measure(case: ProductCase) -> dict[str, Any]:
     return found
 
 
-def cases(*, small: bool) -> Iterator[Case]:
+def cases(job: str, *, small: bool) -> Iterator[Case]:
     """Every product."""
     for case in SMALL_CASES if small else CASES:
         yield case.name, partial(measure, case)

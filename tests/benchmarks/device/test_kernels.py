@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.device import kernels, records
+from benchmarks.device import kernels, products, records
 from pallas_kernels.xla import XlaBackend
 
 RECORDS = Path("benchmarks/results/2026-11-26-h200.jsonl")
@@ -39,7 +39,7 @@ def test_bytes_and_operations_of_a_case():
 
 def test_names_tell_cases_apart():
     for small in (False, True):
-        names = [name for name, _ in kernels.cases("kernels", small=small)]
+        names = [name for module in (kernels, products) for name, _ in module.cases("kernels", small=small)]
         assert len(set(names)) == len(names)
     names = {record["name"] for record in records.read(RECORDS) if record["job"] == "kernels"}
     assert names < {name for name, _ in kernels.cases("kernels", small=False)}
