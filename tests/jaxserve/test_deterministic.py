@@ -82,6 +82,7 @@ def test_a_hundred_runs_under_any_load_are_one_answer(engine, temperature) -> No
     assert engine.load().compiled_after_ready == 0
 
 
+@pytest.mark.long
 def test_without_it_the_bits_differ(params) -> None:
     """The same traffic tells a usual engine's answers apart: the test above could fail."""
     usual = make_engine(params, **SETTINGS | {"buckets": (6, 12, 24)})

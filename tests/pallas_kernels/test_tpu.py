@@ -58,6 +58,7 @@ def test_no_races(harness, capfd):
     assert RACE not in capfd.readouterr().out
 
 
+@pytest.mark.interpret
 def test_sums_by_product(harness):
     """Weights are added up by the product with the values, on the device where that costs nothing."""
     block = 16

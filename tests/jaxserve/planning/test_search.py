@@ -109,6 +109,7 @@ def test_a_search_tries_every_axis():
     assert not any("experts" in each.rules for each in layouts(question(LLAMA, topology="v5e:2x2")))
 
 
+@pytest.mark.long
 def test_pools_are_split_where_that_is_faster():
     """8 KV heads over 64 devices are copies; contexts over some of them are not, nor requests."""
     for context, rows, expected in ((131_071, 1, "slots over"), (8191, 32, "rows over")):

@@ -31,6 +31,7 @@ def test_texts_of_the_demo_model(demo, case, temperature) -> None:
         assert case.judge(completion.text), completion.text
 
 
+@pytest.mark.long
 def test_any_object_of_the_demo_model(demo) -> None:
     (completion,) = demo.generate(["It was a"], grammar={"type": "json_object"}, max_tokens=200, seed=5, top_k=3)
     if completion.finish_reason is FinishReason.EOS:

@@ -63,6 +63,7 @@ def test_traces_need_opentelemetry(tmp_path: Path) -> None:
         assert "--traces needs OpenTelemetry" in server.log
 
 
+@pytest.mark.processes
 @linux
 def test_every_serve_flag_takes_effect(checkpoint: Path, certificates: Path, tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text('[us]\nkeys = ["our-own-key"]\noperator = true\n')
