@@ -256,24 +256,15 @@ def tile_kernel(
         outer = tl.maximum(tl.minimum((last + 2 - count) // SLOTS, end), first)
         if WINDOW is not None:
             inner = tl.minimum(tl.maximum((tl.maximum(last - WINDOW, -1) + SLOTS) // SLOTS, first), outer)
-            for i in range(first, inner):
+        for run in tl.static_range(1 if WINDOW is None else 0, 3):  # before, between and behind the two
+            low = inner if run == 1 else outer if run == 2 else first
+            high = outer if run == 1 else end if run == 2 else inner
+            for i in range(low, high):
                 maximum, total, acc = _step(
                     i, maximum, total, acc, query, position, slope, last, chunk, end_seen, first_seen, head,
                     keys, values, key_scales, value_scales, tables, first_block,
-                    True, KV_HEADS, DIM, BLOCK, MAX_BLOCKS, WIDTH, SLOTS, WINDOW, SCALE, SOFT_CAP, OPERANDS,
+                    run != 1, KV_HEADS, DIM, BLOCK, MAX_BLOCKS, WIDTH, SLOTS, WINDOW, SCALE, SOFT_CAP, OPERANDS,
                 )  # fmt: skip
-        for i in range(inner, outer):
-            maximum, total, acc = _step(
-                i, maximum, total, acc, query, position, slope, last, chunk, end_seen, first_seen, head,
-                keys, values, key_scales, value_scales, tables, first_block,
-                False, KV_HEADS, DIM, BLOCK, MAX_BLOCKS, WIDTH, SLOTS, WINDOW, SCALE, SOFT_CAP, OPERANDS,
-            )  # fmt: skip
-        for i in range(outer, end):
-            maximum, total, acc = _step(
-                i, maximum, total, acc, query, position, slope, last, chunk, end_seen, first_seen, head,
-                keys, values, key_scales, value_scales, tables, first_block,
-                True, KV_HEADS, DIM, BLOCK, MAX_BLOCKS, WIDTH, SLOTS, WINDOW, SCALE, SOFT_CAP, OPERANDS,
-            )  # fmt: skip
         maximum *= factor
         if part_acc is None:
             if sinks is not None:

@@ -42,7 +42,7 @@ class Kernel:
     def resident(self, shared: int) -> int:
         """The programs that a processor with so many bytes of shared memory runs at once.
 
-        It has 65,536 registers, given out by 256 to a warp, and room for 64 warps and 32 programs; each program takes
+        It has 65,536 registers, which a warp gets by 256, and runs at most 64 warps and 32 programs; each program takes
         1 KiB of shared memory besides its own (CUDA's occupancy calculator, sm_80 and sm_90).
         """
         registers = -(-self.registers * 32 // 256) * 256 * self.warps
