@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int8, Int32
 
-from pallas_kernels.gpu.triton_call import triton_call
+from pallas_kernels.gpu.triton_call import operands, triton_call
 
 
 class RunsTiling(NamedTuple):
@@ -110,14 +110,6 @@ def _multiply(
         device_kind=device_kind,
         interpret=interpret,
     )["y"]
-
-
-def operands(dtype: Any, interpret: bool) -> Any:
-    """Triton's type for operands; its interpreter, where bfloat16 is integers, takes float32."""
-    from pallas_kernels.gpu.product_kernels import tl
-
-    wanted = jnp.dtype(jnp.float32 if interpret else dtype)
-    return {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}[wanted.name]
 
 
 def _tiles(sizes: Int32[jax.Array, " G"], rows: int, tile: int) -> Int32[jax.Array, "n 3"]:

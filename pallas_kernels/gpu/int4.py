@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Float32, Int8
 
-from pallas_kernels.gpu.grouped import operands, precision
-from pallas_kernels.gpu.triton_call import triton_call
+from pallas_kernels.gpu.grouped import precision
+from pallas_kernels.gpu.triton_call import operands, triton_call
 
 _SMALLEST = 128  # inputs of a step, where groups and the steps of a tiling do not divide
 

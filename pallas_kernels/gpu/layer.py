@@ -6,14 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import triton.language as tl
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.gpu import cuts, hopper
 from pallas_kernels.gpu.kernels import combine_kernel, tile_kernel, write_kernel
 from pallas_kernels.gpu.layout import Context, GpuMetadata, GpuPool
-from pallas_kernels.gpu.triton_call import triton_call
+from pallas_kernels.gpu.triton_call import operands, triton_call
 
 _WRITTEN_AT_ONCE = 4096  # numbers of a tile that a program writes
 
@@ -133,8 +132,7 @@ def _tiles(
             "OF_TOKENS": tokens is not None,
             "SCALE": scale,
             "SOFT_CAP": shape.soft_cap,
-            # The interpreter holds bfloat16 as integers.
-            "OPERANDS": tl.float32 if interpret or cuts.is_exact(shape) else tl.bfloat16,
+            "OPERANDS": operands(jnp.float32 if cuts.is_exact(shape) else jnp.bfloat16, interpret),
         },
         warps=tiling.warps,
         stages=tiling.stages,

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.gpu import interpreter
 
@@ -31,6 +32,14 @@ def missing() -> str | None:
     if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__}; its kernels need jax 0.11"
     return None if importlib.util.find_spec("triton") else "no Triton (pip install triton)"
+
+
+def operands(dtype: Any, interpret: bool) -> Any:
+    """Triton's type for operands; its interpreter, where bfloat16 is integers, takes float32."""
+    import triton.language as tl
+
+    wanted = jnp.dtype(jnp.float32 if interpret else dtype)
+    return {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}[wanted.name]
 
 
 def triton_call(
