@@ -30,20 +30,22 @@ from pallas_kernels.gpu import cuts, grouped, int4, triton_call  # noqa: E402
 # Sizes in the order of cuts.Tiling, Int4Tiling and RunsTiling.
 TILES = {
     KernelCase(rows=32, context=2048, kv_heads=8): (
-        "16x64x4x3 16x64x4x4 16x64x4x2 16x64x2x3 16x64x8x3 16x32x2x4 16x32x4x4 16x128x4x3 16x128x8x2"
+        "16x64x4x3x4 16x64x4x3x5 16x64x4x3x3 16x64x4x4x3 16x64x4x2x5 16x64x8x3x2 16x32x4x4x5 16x128x4x3x2 16x128x8x2x2"
     ),
     KernelCase(rows=32, context=2048, pool_dtype="int8"): (
-        "16x64x4x3 16x128x4x2 16x128x4x3 16x128x8x3 16x64x8x3 16x64x2x4 16x64x4x4 16x32x4x4 16x32x2x4 16x64x4x2"
+        "16x64x4x3x3 16x64x4x3x2 16x64x4x3x4 16x128x4x2x2 16x128x8x3x1 16x64x8x3x1 16x64x4x4x3 16x32x4x4x4 16x32x2x4x6"
     ),
     KernelCase(rows=32, context=2048, heads=16, kv_heads=16, head_dim=64): (
-        "16x64x4x3 16x64x4x4 16x64x2x3 16x64x2x5 16x128x4x3 16x128x4x4 16x64x4x5"
+        "16x64x4x3x5 16x64x4x3x4 16x64x4x3x6 16x64x4x4x5 16x64x2x3x8 16x128x4x3x3 16x128x4x4x3 16x64x4x5x5"
     ),
-    KernelCase(rows=32, context=2048): "16x64x4x3 16x64x4x4 16x64x2x3 16x128x4x2",
+    KernelCase(rows=32, context=2048): "16x64x4x3x4 16x64x4x3x5 16x64x4x4x3 16x128x4x2x2",
     KernelCase(rows=32, context=2048, dtype="float32", pool_dtype="float32"): (
-        "16x32x8x2 16x32x4x2 16x32x4x3 16x64x4x2 16x64x8x2 16x16x4x3 16x32x4x4 16x32x2x3"
+        "16x32x8x2x1 16x32x4x2x2 16x32x4x3x2 16x64x4x2x2 16x64x8x2x1 16x16x4x3x3 16x32x4x4x2 16x32x2x3x4"
     ),
 }
-PROGRAMS, PARTS = (512, 1024, 2048), (1, 4, 16)  # of the first three cases; of prompts, beside the rule's number
+# Slots of parts, as cuts._DECODE_PART and _PROMPT_PART.
+DECODE_PARTS = [(2, 128, 1024), (1, 128, 512), (4, 128, 2048), (1, 64, 256), (8, 256, 4096)]
+PROMPT_PARTS = [(32, 512, 4096), (16, 256, 2048), (64, 1024, 8192)]
 PROMPTS = [  # of fewer tiles than a GPU has processors
     KernelCase(rows=1, context=8192, new=32, kv_heads=8),
     KernelCase(rows=1, context=8192, new=256, kv_heads=8),
@@ -52,7 +54,7 @@ PROMPTS = [  # of fewer tiles than a GPU has processors
 ]
 RAGGED = [  # contexts of rows that decode together, and KV heads
     *(([128] * 31 + [32768], 8), ([128] * 31 + [8192], 8), ([128] * 31 + [8192], 32), ([128] * 7 + [16384], 8)),
-    *(([1055] * 32, 8), ([64, 200, 500, 900, 1500, 2500, 4000, 7000] * 4, 8), ([32768], 8)),
+    *(([2048] * 32, 8), ([1055] * 32, 8), ([64, 200, 500, 900, 1500, 2500, 4000, 7000] * 4, 8), ([32768], 8)),
 ]
 INT4 = [  # of products.CASES[:3]
     "8x64x128x4x4x512 8x64x128x4x4x1024 8x64x128x4x5x700 8x64x256x4x4x512 8x64x256x4x3x512 8x128x128x4x4x512 "
@@ -102,32 +104,28 @@ def attention(case: KernelCase, lens: Sequence[int] = ()) -> tuple[float, float,
 
 
 def tiles(*, small: bool) -> None:
-    for case, sizes in ({kernels.SMALL_CASES[1]: "16x64x4x3"} if small else TILES).items():
+    for case, sizes in ({kernels.SMALL_CASES[1]: "16x64x4x3x4"} if small else TILES).items():
         for tiling in read(cuts.Tiling, sizes):
             chosen = patch.object(cuts, "decode_tiling", lambda _, tiling=tiling: tiling)
             block = patch.object(gpu.GpuBackend, "default_block_size", lambda *_, slots=tiling.slots: max(64, slots))
             with chosen, block:  # a block holds a tile
                 tell(case.name, tiling, partial(attention, case))
-    for case in kernels.SMALL_CASES[1:2] if small else list(TILES)[:3]:
-        for programs in PROGRAMS[:1] if small else PROGRAMS:
-            with patch.object(cuts, "_PROGRAMS", programs):
-                tell(case.name, f"{programs} programs", partial(attention, case))
 
 
 def prompts(*, small: bool) -> None:
     for case in kernels.SMALL_CASES[2:3] if small else PROMPTS:
-        rule = cuts.n_prompt_parts(case.new, case.shape(gpu.BACKEND))
-        for parts in sorted({rule, *PARTS[: 2 if small else None]}):
-            candidate = f"{parts} part(s)" + ", the rule's" * (parts == rule)
-            with patch.object(cuts, "n_prompt_parts", lambda *_, parts=parts: parts):
-                tell(f"{case.name}, context {case.context}", candidate, partial(attention, case))
+        for part in PROMPT_PARTS[: 2 if small else None]:
+            with patch.object(cuts, "_PROMPT_PART", part):
+                tell(f"{case.name}, context {case.context}", f"parts {part}", partial(attention, case))
 
 
 def ragged(*, small: bool) -> None:
     for lens, kv_heads in [([5, 100], 8)] if small else RAGGED:
         case = KernelCase(rows=len(lens), context=max(lens), kv_heads=kv_heads)
-        rows = f"decode {case.rows} rows of {sum(lens)} in all, {max(lens)} the longest"
-        tell(f"{rows}, 32 heads over {kv_heads}", "the rules", partial(attention, case, lens))
+        rows = f"decode {case.rows} rows of {sum(lens)} in all, {max(lens)} the longest, 32 heads over {kv_heads}"
+        for part in DECODE_PARTS[: 2 if small else None]:
+            with patch.object(cuts, "_DECODE_PART", part):
+                tell(rows, f"parts {part}", partial(attention, case, lens))
 
 
 def int4_products(*, small: bool) -> None:

@@ -1,11 +1,12 @@
 """Ragged attention for GPUs, in Triton: A100 (sm_80), H100 and H200 (sm_90).
 
-A layer is a few kernels on grids of fixed size; programs without work return at once. First, new keys and values are
-written to their slots. Then tiles of queries attend, on tensor cores (FlashAttention-2, Dao, 2023). A query that is
-computed alone (a decode) is a tile for each KV head and part of its context; the parts are combined at the end
-(Flash-Decoding, Dao et al., 2023). Their number depends only on static sizes, and their bounds only on the row's own
-length. Longer chunks are tiles of many queries; H100 and H200 have a kernel of their own for them (`hopper`). Softmax
-is online (Milakov and Gimelshein, 2018) and to base 2.
+A layer is a few kernels on grids of fixed size. First, new keys and values are written to their slots. Then tiles of
+queries attend, on tensor cores (FlashAttention-2, Dao, 2023). A query that is computed alone (a decode) is a tile for
+each KV head and part of its context; the parts are combined at the end (Flash-Decoding, Dao et al., 2023). The parts
+of a context depend on static sizes and its own length, so results do not depend on other rows. A grid has as many
+programs as the GPU runs at once. They divide the parts of all contexts among themselves, so no long row is left to a
+few of them. Longer chunks are tiles of many queries; H100 and H200 have a kernel of their own for them (`hopper`).
+Softmax is online (Milakov and Gimelshein, 2018) and to base 2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The Triton kernels of the GPU backend.
 
 Arrays are those of `layout`: q and out [T, N, D]; keys and values of the pool [n_blocks, K, BLOCK, D], their scales
-[n_blocks, K, BLOCK]; tables int32[C, MAX_BLOCKS]; items int32[n, 4]; parts of contexts [n, PARTS, N, D] and
-[n, PARTS, N], of n items or tokens. Names in capitals are constants of a compiled kernel: HEADS is N, KV_HEADS is K,
-and WIDTH the least power of two that is at least DIM, which is D.
+[n_blocks, K, BLOCK]; tables int32[C, MAX_BLOCKS]; items int32[n, 4]; parts of contexts [n, MOST_PARTS, N, D] and
+[n, MOST_PARTS, N], of n items or tokens. Names in capitals are constants of a compiled kernel: HEADS is N, KV_HEADS is
+K, WIDTH the least power of two that is at least DIM, which is D, and INDICES that of items or of parts.
 """
 
 from __future__ import annotations
@@ -72,25 +72,24 @@ def write_kernel(
 
 @triton.jit
 @no_type_check
-def _tiles(items, item, which, n_parts, SLOTS: tl.constexpr, WINDOW: tl.constexpr):
-    """The part of one program: queries, and some tiles of their context.
+def _seen(count, last, SLOTS: tl.constexpr, WINDOW: tl.constexpr):
+    """What `count` queries, of which the last is at position `last`, see of a context.
 
-    Returns the first query, the number of queries, the last one's position, the chunk, the first tile, the end of the
-    tiles, the position behind the last slot of these tiles that a query sees, the number of tiles of all parts, and
-    the first position that any of the queries sees.
+    Returns the first position, the number of tiles before the one that it is in, and the number of tiles seen.
     """
-    start, count = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
-    last, chunk = tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)
-    end = last // SLOTS + 1
-    first_seen, hidden = 0, 0
+    first, before = last * 0, last * 0
     if WINDOW is not None:
-        first_seen = tl.maximum(last - count - WINDOW + 2, 0)
-        hidden = first_seen // SLOTS
-    n_tiles = end - hidden
-    each = (n_tiles + n_parts - 1) // n_parts
-    first = hidden + which * each
-    end = tl.where(count > 0, tl.minimum(first + each, end), 0)
-    return start, count, last, chunk, first, end, tl.minimum(last + 1, end * SLOTS), n_tiles, first_seen
+        first = tl.maximum(last - count - WINDOW + 2, 0)
+        before = first // SLOTS
+    return first, before, tl.where(count > 0, last // SLOTS + 1 - before, 0)
+
+
+@triton.jit
+@no_type_check
+def _tiles_of_part(n_tiles, PART: tl.constexpr, MOST_PARTS: tl.constexpr):
+    """The tiles of each part but the last: PART, or more where MOST_PARTS would not do."""
+    n_parts = tl.maximum(tl.minimum(tl.cdiv(n_tiles, PART), MOST_PARTS), 1)
+    return tl.maximum(tl.cdiv(n_tiles, n_parts), 1)
 
 
 @triton.jit
@@ -215,6 +214,8 @@ def tile_kernel(
     part_acc,
     part_maximum,
     part_total,
+    ITEMS: tl.constexpr,
+    INDICES: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -224,27 +225,44 @@ def tile_kernel(
     ROWS: tl.constexpr,
     OF_TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
+    PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Attention of some queries of a chunk and the heads of a KV head, over a part of a context.
+    """Attention of the queries of items and the heads of a KV head, in parts of contexts.
 
-    Parts are those of tokens or, where an item has one query, of items.
+    The programs divide the parts of all items and KV heads among themselves. Results of parts are those of tokens or,
+    where an item has one query, of items.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    item, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n_parts = tl.num_programs(2)
-    start, count, last, chunk, first, end, end_seen, _, first_seen = _tiles(items, item, which, n_parts, SLOTS, WINDOW)
-    if first < end:
+    factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP is None else 1.0
+    index = tl.arange(0, INDICES)
+    counts = tl.load(items + index * 4 + 1, mask=index < ITEMS, other=0)
+    lasts = tl.load(items + index * 4 + 2, mask=index < ITEMS, other=0)
+    tiles = _seen(counts, lasts, SLOTS, WINDOW)[2]
+    parts = tl.cdiv(tiles, _tiles_of_part(tiles, PART, MOST_PARTS))
+    ends = tl.cumsum(parts, axis=0)
+    n_work = tl.sum(parts, axis=0) * KV_HEADS
+    for work in tl.range(tl.program_id(0), n_work, tl.num_programs(0), disable_licm=True):
+        head, part = work % KV_HEADS, work // KV_HEADS
+        item = tl.sum((ends <= part).to(tl.int32), axis=0)
+        which = part - tl.sum(tl.where(index < item, parts, 0), axis=0)
+        start, count = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
+        last, chunk = tl.load(items + item * 4 + 2), tl.load(items + item * 4 + 3)
+        first_seen, before, n_tiles = _seen(count, last, SLOTS, WINDOW)
+        each = _tiles_of_part(n_tiles, PART, MOST_PARTS)
+        first = before + which * each
+        end = tl.minimum(first + each, before + n_tiles)
+        end_seen = tl.minimum(last + 1, end * SLOTS)
         row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
         of_chunk, heads = row // GROUP, head * GROUP + row % GROUP
         position = last + 1 - count + of_chunk
         inside = (row < count * GROUP)[:, None] & (dims < DIM)[None, :]
         place = ((start + of_chunk) * HEADS + heads)[:, None] * DIM + dims[None, :]
         query = tl.load(q + place, mask=inside, other=0).to(OPERANDS)
-        factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP is None else 1.0
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + heads) * LOG2_E
@@ -277,7 +295,7 @@ def tile_kernel(
             tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
         else:
             of = start + of_chunk if OF_TOKENS else item
-            scalar = (of * n_parts + which) * HEADS + heads
+            scalar = (of * MOST_PARTS + which) * HEADS + heads
             tl.store(part_acc + scalar[:, None].to(tl.int64) * DIM + dims[None, :], acc, mask=inside)
             tl.store(part_maximum + scalar, maximum, mask=row < count * GROUP)
             tl.store(part_total + scalar, total, mask=row < count * GROUP)
@@ -296,23 +314,31 @@ def combine_kernel(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
+    PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
-    PARTS: tl.constexpr,
+    INDICES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Combine the parts of one query of one head, and the sink if there is one."""
+    """Combine the parts of a query of a head, AT_ONCE at a time, and the sink if any."""
     item, head = tl.program_id(0), tl.program_id(1)
-    start, count, _, _, first, end, _, n_tiles, _ = _tiles(items, item, 0, PARTS, SLOTS, WINDOW)
+    start, count = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
     if count > 0:
-        which, dims = tl.arange(0, PARTS), tl.arange(0, WIDTH)
-        used = which * (end - first) < n_tiles  # the first part has as many tiles as any other
-        scalar = (item * PARTS + which) * HEADS + head
-        maximum = tl.load(part_maximum + scalar, mask=used, other=LOWEST)
-        total = tl.load(part_total + scalar, mask=used, other=0)
+        n_tiles = _seen(count, tl.load(items + item * 4 + 2), SLOTS, WINDOW)[2]
+        n_parts = tl.cdiv(n_tiles, _tiles_of_part(n_tiles, PART, MOST_PARTS))
+        first, index, dims = item * MOST_PARTS, tl.arange(0, INDICES), tl.arange(0, WIDTH)
+        scalar = (first + index) * HEADS + head
+        maximum = tl.load(part_maximum + scalar, mask=index < n_parts, other=LOWEST)
         highest = tl.max(maximum, axis=0)
-        share = tl.exp2(maximum - highest)
-        place = scalar[:, None].to(tl.int64) * DIM + dims[None, :]
-        acc = tl.load(part_acc + place, mask=used[:, None] & (dims < DIM)[None, :], other=0)
-        acc, total = tl.sum(acc * share[:, None], axis=0), tl.sum(total * share, axis=0)
+        shares = tl.load(part_total + scalar, mask=index < n_parts, other=0) * tl.exp2(maximum - highest)
+        total, acc = tl.sum(shares, axis=0), tl.zeros((WIDTH,), tl.float32)
+        for i in range(0, n_parts, AT_ONCE):
+            which = i + tl.arange(0, AT_ONCE)
+            scalar = (first + which) * HEADS + head
+            share = tl.exp2(tl.load(part_maximum + scalar, mask=which < n_parts, other=LOWEST) - highest)
+            inside = (which < n_parts)[:, None] & (dims < DIM)[None, :]
+            part = tl.load(part_acc + scalar[:, None].to(tl.int64) * DIM + dims[None, :], mask=inside, other=0)
+            acc += tl.sum(part * share[:, None], axis=0)
         if sinks is not None:
             share, more = _with_sink(highest, tl.load(sinks + head))
             acc, total = acc * share, total * share + more

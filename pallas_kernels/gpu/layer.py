@@ -12,9 +12,10 @@ from pallas_kernels.api import AttentionShape
 from pallas_kernels.gpu import cuts, hopper
 from pallas_kernels.gpu.kernels import combine_kernel, tile_kernel, write_kernel
 from pallas_kernels.gpu.layout import Context, GpuMetadata, GpuPool
-from pallas_kernels.gpu.triton_call import operands, triton_call
+from pallas_kernels.gpu.triton_call import operands, processors, triton_call
 
 _WRITTEN_AT_ONCE = 4096  # numbers of a tile that a program writes
+_PARTS_AT_ONCE = 16  # that a program combines
 
 
 @partial(jax.jit, static_argnames=("shape", "scale", "window", "interpret"))  # traced once for all layers of a program
@@ -34,13 +35,13 @@ def attend(
     with jax.named_scope("attention_attend"):
         context = context._replace(pool=pool)
         attend = partial(_tiles, q, context, shape=shape, scale=scale, window=window, interpret=interpret)
-        parts = cuts.n_parts(len(meta.decodes), shape, window)
-        out = attend(meta.decodes, out, tiling=cuts.decode_tiling(shape), parts=parts)
+        split = cuts.decode_split(len(meta.decodes), shape, window)
+        out = attend(meta.decodes, out, tiling=cuts.decode_tiling(shape), split=split)
         if meta.prompts is not None and hopper.serves(shape, len(q)):
             out = hopper.attend(q, context, meta.prompts, out, shape, scale, interpret)
         elif meta.prompts is not None:
-            parts, tiling = cuts.n_prompt_parts(len(q), shape, window), cuts.prompt_tiling(shape, len(q))
-            out = attend(meta.prompts, out, tiling=tiling, parts=parts, tokens=meta.prompt_tokens)
+            split, tiling = cuts.prompt_split(len(q), shape, window), cuts.prompt_tiling(shape, len(q))
+            out = attend(meta.prompts, out, tiling=tiling, split=split, tokens=meta.prompt_tokens)
         return out, pool
 
 
@@ -81,14 +82,14 @@ def _tiles(
     out: jax.Array,
     *,
     tiling: cuts.Tiling,
-    parts: int,
+    split: cuts.Split,
     tokens: jax.Array | None = None,
     shape: AttentionShape,
     scale: float,
     window: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """`out` with the rows of the items written; their contexts are read in so many parts.
+    """`out` with the rows of the items written.
 
     Args:
       tokens: where items have several queries, `GpuMetadata.prompt_tokens`.
@@ -99,15 +100,18 @@ def _tiles(
         "DIM": shape.head_dim,
         "WIDTH": cuts.width(shape),
         "SLOTS": tiling.slots,
+        "PART": split.part,
+        "MOST_PARTS": split.most_parts,
         "WINDOW": window,
     }
     combined = items if tokens is None else tokens
-    dims = (len(combined), parts, shape.num_heads)
+    dims = (len(combined), split.most_parts, shape.num_heads)
     acc, scalar = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*dims, shape.head_dim), dims))
-    one = parts == 1
+    one = split.most_parts == 1
+    resident = processors(shape.device_kind) * tiling.resident
     made = triton_call(
         tile_kernel,
-        (len(items), shape.num_kv_heads, parts),
+        (min(resident, len(items) * shape.num_kv_heads * split.most_parts),),
         {
             "q": q,
             **context.pool._asdict(),
@@ -125,6 +129,8 @@ def _tiles(
         },
         constants=sizes
         | {
+            "ITEMS": len(items),
+            "INDICES": cuts.power_of_two(len(items)),
             "KV_HEADS": shape.num_kv_heads,
             "BLOCK": shape.block_size,
             "MAX_BLOCKS": shape.max_blocks,
@@ -136,16 +142,18 @@ def _tiles(
         },
         warps=tiling.warps,
         stages=tiling.stages,
+        resident=tiling.resident,
         **given,
     )
     if one:
         return made["out"]
+    parts = cuts.power_of_two(split.most_parts)
     return triton_call(
         combine_kernel,
         (len(combined), shape.num_heads),
         {**made, "sinks": context.sinks, "items": combined},
         changed={"out": out},
-        constants=sizes | {"PARTS": parts},
+        constants=sizes | {"INDICES": parts, "AT_ONCE": min(parts, _PARTS_AT_ONCE)},
         warps=4,
         stages=1,
         **given,

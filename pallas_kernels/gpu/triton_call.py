@@ -17,14 +17,19 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import interpreter
 
-# CUDA compute capabilities, times 10, by parts of JAX's device names.
-_CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90}
+# CUDA compute capability, times 10, and processors, by parts of JAX's device names.
+_GPUS = {"A100": (80, 108), "H100": (90, 132), "H200": (90, 132)}
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "uint8": "u8", "int32": "i32"}
 
 
 def capability(device_kind: str) -> int | None:
     """Ten times the compute capability of a device; None if the kernels do not serve it."""
-    return next((value for name, value in _CAPABILITIES.items() if name in device_kind), None)
+    return next((value for name, (value, _) in _GPUS.items() if name in device_kind), None)
+
+
+def processors(device_kind: str) -> int:
+    """The streaming multiprocessors of a device; 1 of a device that the kernels do not serve."""
+    return next((count for name, (_, count) in _GPUS.items() if name in device_kind), 1)
 
 
 def missing() -> str | None:
@@ -52,6 +57,7 @@ def triton_call(
     constants: Mapping[str, Any],
     warps: int,
     stages: int,
+    resident: int | None = None,
     device_kind: str,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
@@ -63,6 +69,7 @@ def triton_call(
       changed: arrays that are updated in place.
       new: shapes of output arrays; their initial contents are arbitrary.
       warps / stages: of a program; steps of a loop whose operands are read ahead.
+      resident: programs for which a processor has registers at once; without it, a program has all that it can use.
       device_kind: JAX's name of the GPU.
       interpret: run in Triton's interpreter, on a CPU.
 
@@ -81,7 +88,9 @@ def triton_call(
         served, absent_here = capability(device_kind), missing()
         if served is None or absent_here:
             raise RuntimeError(f"no kernels for device {device_kind!r}: {absent_here or 'they serve other GPUs'}")
-        launch = _compiled(kernel, *(tuple(x.items()) for x in (pointers, constants)), grid, warps, stages, served)
+        launch = _compiled(
+            kernel, *(tuple(x.items()) for x in (pointers, constants)), grid, warps, stages, resident, served
+        )
         # What changes is the last input and the last output, so the kernel gets no pointer to it twice.
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*made.values(), *kept.values())]
         aliases = {len(given) + i: len(made) + i for i in range(len(kept))}
@@ -98,6 +107,7 @@ def _compiled(
     grid: tuple[int, ...],
     warps: int,
     stages: int,
+    resident: int | None,
     capability: int,
 ) -> bytes:
     """What jaxlib launches: a kernel's PTX, its grid and its parameters."""
@@ -112,7 +122,10 @@ def _compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
     source = ASTSource(kernel, signature, dict(constants), aligned)
     target = GPUTarget("cuda", capability, 32)
-    done = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages}
+    if resident is not None:  # a processor has 65,536 registers, and a thread at most 255
+        options["maxnreg"] = min(65536 // (resident * warps * 32) // 8 * 8, 255)
+    done = triton.compile(source, target=target, options=options)
     name, text = done.metadata.name, str(done.asm["ttir"])
     held = gpu_triton.TritonKernel(name, warps, 1, done.metadata.shared, done.asm["ptx"], text, capability)
     parameters = [gpu_triton.create_array_parameter(0, 16) for _ in types]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.gpu import GpuBackend, cuts
+from pallas_kernels.gpu import GpuBackend, cuts, triton_call
 
 SHAPE = AttentionShape(
     num_heads=4,
@@ -30,7 +30,7 @@ SHAPE = AttentionShape(
 def test_parts_of_a_context_are_put_together(harness, heads, kv_heads):
     """More parts than some rows have tiles; rows of one tile, of several, and of none."""
     h = harness("gpu", heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, most_chunks=4, bucket=4)
-    assert cuts.n_parts(4, h.shape) == 8
+    assert cuts.decode_split(4, h.shape) == (4, 8)
     long = harness("gpu", heads=heads, kv_heads=kv_heads, block=16, max_blocks=64, n_blocks=80, bucket=512)
     a, b = long.add_row(), long.add_row()
     long.check([(a, 500)])
@@ -51,7 +51,7 @@ def test_parts_of_prompts_are_put_together(harness, windows, sinks, soft_cap, po
     sizes = {"heads": 2, "kv_heads": 1, "block": 64, "max_blocks": 24, "n_blocks": 60, "most_chunks": 4}
     kinds = {"windows": windows, "sinks": sinks, "soft_cap": soft_cap, "pool": pool, "alibi": not sinks}
     h = harness("gpu", bucket=64, **sizes, **kinds)
-    assert max(cuts.n_prompt_parts(64, h.shape, window) for window in windows) >= 2
+    assert max(cuts.prompt_split(64, h.shape, window).most_parts for window in windows) >= 2
     long = harness("gpu", bucket=1024, **sizes, **kinds)
     a, b, c = long.add_row(), long.add_row(), long.add_row()
     long.check([(a, 900), (b, 90)])
@@ -127,3 +127,28 @@ def test_what_the_kernels_need_is_told(monkeypatch):
     assert GpuBackend().supports(a100) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert GpuBackend().supports(a100) == "no Triton (pip install triton)"
+
+
+@pytest.mark.parametrize(
+    ("lens", "kv_heads"),
+    [
+        ([128] * 31 + [32768], 8),
+        ([128] * 31 + [8192], 8),
+        ([128] * 31 + [8192], 32),
+        ([128] * 7 + [16384], 8),
+        ([64, 200, 500, 900, 1500, 2500, 4000, 7000] * 4, 8),
+        ([32768], 8),
+        ([2048] * 32, 8),
+    ],
+)
+def test_no_program_waits_for_a_long_row(lens, kv_heads):
+    """The tiles of the busiest program of an H200, in parts as the kernel divides them."""
+    shape = dataclasses.replace(SHAPE, num_heads=32, num_kv_heads=kv_heads, head_dim=128, block_size=64, max_blocks=512)
+    tiling, split = cuts.decode_tiling(shape), cuts.decode_split(len(lens), shape)
+    tiles = -(-np.array(lens) // tiling.slots)
+    parts = np.minimum(-(-tiles // split.part), split.most_parts)
+    work = np.concatenate([np.full(kv_heads * n, -(-t // n)) for t, n in zip(tiles, parts, strict=True)])
+    n_programs = triton_call.processors("NVIDIA H200") * tiling.resident
+    busiest = max(work[i::n_programs].sum() for i in range(n_programs))
+    mean = (tiles * kv_heads).sum() / min(n_programs, len(work))
+    assert busiest <= 2 * mean

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import cuts, grouped, int4
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize(("kind", "lines"), [("tiles", 2), ("prompts", 2), ("ragged", 1), ("int4", 2), ("experts", 2)])
+@pytest.mark.parametrize(("kind", "lines"), [("tiles", 1), ("prompts", 2), ("ragged", 2), ("int4", 2), ("experts", 2)])
 def test_a_rehearsal_times_each_kind(kind, lines, capsys):
     gpu_tune.main(["--small", "--only", kind])
     *told, last = capsys.readouterr().out.splitlines()
@@ -32,11 +32,11 @@ def test_decodes_are_timed_by_the_tilings_told(capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(kernels, "time_case", time_case)
     monkeypatch.setattr(kernels, "backend_of", lambda _: gpu.BACKEND)
-    monkeypatch.setattr(gpu_tune, "TILES", {kernels.SMALL_CASES[0]: "16x128x8x2 16x32x4x4"})
+    monkeypatch.setattr(gpu_tune, "TILES", {kernels.SMALL_CASES[0]: "16x128x8x2x2 16x32x4x4x4"})
     gpu_tune.tiles(small=False)
-    assert seen == [(16, 128, 8, 2, 128), (16, 32, 4, 4, 64), *[(16, 64, 4, 3, 64)] * len(gpu_tune.PROGRAMS)]
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert "Tiling(rows=16, slots=128, warps=8, stages=2): 1.0000 ms" in first
+    assert seen == [(16, 128, 8, 2, 2, 128), (16, 32, 4, 4, 4, 64)]
+    first, second = capsys.readouterr().out.splitlines()
+    assert "Tiling(rows=16, slots=128, warps=8, stages=2, resident=2): 1.0000 ms" in first
     assert second.endswith("failed: out of shared memory")
 
 
@@ -64,6 +64,8 @@ def test_products_take_each_tiling_and_are_checked(case, module, name, capsys, m
 def test_what_is_in_use_is_among_the_candidates():
     for case, sizes in gpu_tune.TILES.items():
         assert cuts.decode_tiling(case.shape(gpu.BACKEND)) in gpu_tune.read(cuts.Tiling, sizes)
+    assert cuts._DECODE_PART in gpu_tune.DECODE_PARTS
+    assert cuts._PROMPT_PART in gpu_tune.PROMPT_PARTS
     for case, sizes in zip(products.CASES, [*gpu_tune.INT4, *gpu_tune.EXPERTS], strict=True):
         if isinstance(case, products.Int4Case):
             used = int4.int4_tiling(case.rows, case.group, jnp.dtype(jnp.bfloat16))
