@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from jaxserve.scheduler.block_allocation import NO_BLOCK, BlockAllocation, BlockListener
-
-if TYPE_CHECKING:
-    from jaxserve.scheduler.host_cache import Fetch, HostCache
+from jaxserve.scheduler.host_cache import Fetch, HostCache
 
 
 class BlockPool:
     """Which blocks are free, how many requests hold each of the others, and what the cache has.
 
     A block enters the cache when its owner publishes it. It stays while a request holds it, and afterwards until it is
-    evicted as the least recently used. With a host cache (`HostCache.attach`) evicted blocks are still found, on the
+    evicted as the least recently used. With a host cache (`attach`) evicted blocks are still found, on the
     host, and a block counts as cached until it is in neither place.
 
     Attributes:
@@ -155,8 +152,12 @@ class BlockPool:
             self._digest_of[block] = None
         self._block_of.clear()
 
-    def left_host(self, digest: bytes) -> None:
-        """Note that a block is no longer on the host."""
+    def attach(self, host: HostCache) -> None:
+        """Have evicted blocks kept on the host, as those of its next cache group."""
+        self.host, self.group = host, len(host.forgotten)
+        host.forgotten.append(self._left_host)
+
+    def _left_host(self, digest: bytes) -> None:
         if digest not in self._block_of:
             for listener in self.listeners:
                 listener.removed([digest])

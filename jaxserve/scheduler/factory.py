@@ -94,7 +94,8 @@ def make_scheduler(
     if config.host_cache is not None:
         assert not isinstance(pool, PartitionedPool)
         cache = HostCache(config.host_cache // config.replicas, block_bytes)
-        cache.attach(pool.pools if isinstance(pool, GroupedPool) else [pool])
+        for each in pool.pools if isinstance(pool, GroupedPool) else [pool]:
+            each.blocks.attach(cache)
     return (StaticBatchScheduler if is_static else kind)(
         pool,
         ladder,

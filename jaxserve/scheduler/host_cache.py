@@ -8,15 +8,11 @@ blocks on the host has them copied back before it is admitted, while others run.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxserve.scheduler.block_allocation import BlockAllocation
-
-if TYPE_CHECKING:
-    from jaxserve.scheduler.block_pool import BlockPool
-    from jaxserve.scheduler.slot_pool import SlotPool
 
 ON_HOST = -2  # in the place of a block that is not on the device but on the host
 
@@ -77,6 +73,7 @@ class HostCache:
 
     Attributes:
       n_bytes / bytes_used: of host memory.
+      forgotten: of each cache group, what is called with the digest of a block that is no longer kept.
       stored_blocks / loaded_blocks / corrupt_blocks: copies to the host, copies back, and those of the latter that
         were not what had been stored, since the start.
     """
@@ -96,19 +93,13 @@ class HostCache:
         self.stored_blocks = self.loaded_blocks = self.corrupt_blocks = 0
         self.generation = 0  # of what is held: `clear` begins another
         self._block_bytes = tuple(block_bytes)
-        self._pools: list[BlockPool] = []
+        self.forgotten: list[Callable[[bytes], None]] = []
         self._keys: OrderedDict[tuple[int, bytes], int] = OrderedDict()  # (group, digest) -> key; LRU first
         self._next_key = 0
         self._copies = HostCopies([], [], [])
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def attach(self, pools: Iterable[SlotPool]) -> None:
-        """Keep what these pools evict; they are of the cache groups in order."""
-        self._pools = [pool.blocks for pool in pools]
-        for group, blocks in enumerate(self._pools):
-            blocks.host, blocks.group = self, group
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether a block is on the host. Any thread may call this."""
@@ -159,7 +150,7 @@ class HostCache:
         group, digest = place
         self._copies.drops.append(self._keys.pop(place))
         self.bytes_used -= self._block_bytes[group]
-        self._pools[group].left_host(digest)
+        self.forgotten[group](digest)
 
     def figures(self) -> dict[str, int]:
         """What `stats.Load` says of it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.multihost.failure import HostFailed
 from jaxserve.runner import cache_folder
-from server.commands import buckets, entry, flags, hub
+from server.commands import buckets, flags, hub, interrupt
 from server.commands.console import Progress, UserError, progress_bars, show, user_errors
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _ended_at_once() -> Iterator[None]:
 
     An exception in jax's imports, or while its compiler is at work, may crash the process.
     """
-    before = entry.end_at_once()
+    before = interrupt.end_at_once()
     try:
         yield
     finally:

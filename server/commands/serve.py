@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxserve.profiler import Profiler
 from server import tls
 from server.auth import ApiKeys
-from server.commands import entry, flags, hosts, hub, settings
+from server.commands import flags, hosts, hub, interrupt, settings
 from server.commands.console import UserError, address, check_folder, console, user_errors
 from server.commands.engine_start import add_model_flags, model_directory, start_engine
 from server.serve_settings import SERVE_PARAMS, ServeSettings
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     from server import lifecycle
 
     if not chosen.in_process:
-        entry.end_at_once()  # until the server has handlers of its own; nothing runs yet
+        interrupt.end_at_once()  # until the server has handlers of its own; nothing runs yet
         return asyncio.run(lifecycle.serve_engine_process(chosen, _greet))
     engine = start_engine(chosen.model, chosen.engine, chosen.cluster)
     profiler = None if chosen.profile is None else Profiler(chosen.profile, tell=engine.tell_profile)

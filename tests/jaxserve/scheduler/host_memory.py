@@ -13,7 +13,9 @@ from jaxserve.scheduler.slot_pool import SlotPool
 def attach_host(pool: SlotPool | GroupedPool, blocks: int) -> None:
     """Host memory for so many blocks of a pool; none if 0."""
     if blocks:
-        HostCache(blocks, [1] * pool.n_groups).attach(pool.pools if isinstance(pool, GroupedPool) else [pool])
+        cache = HostCache(blocks, [1] * pool.n_groups)
+        for each in pool.pools if isinstance(pool, GroupedPool) else [pool]:
+            each.blocks.attach(cache)
 
 
 def fetch_from_host(pool: SlotPool | GroupedPool, prompt: BlockAllocation, draw: Random) -> bool:

@@ -95,7 +95,9 @@ class World:
         for each in self.pools:
             each.growth_tokens = growth
         if host and mode != "request":
-            HostCache(host, [1] * len(windows)).attach(self.pools)
+            cache = HostCache(host, [1] * len(windows))
+            for each in self.pools:
+                each.blocks.attach(cache)
         self.copying: list[tuple[BlockLoad, bool]] = []  # copies from the host that have not landed, and whether intact
         ladder, speculation = BucketLadder(costs), None
         self.max_points = max_rows
