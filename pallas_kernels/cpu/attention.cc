@@ -26,6 +26,12 @@ namespace {
 constexpr int64_t kTile = 48;        // rows (queries times group) of a tile
 constexpr int64_t kAlone = 1 << 17;  // multiplications that take as long as waking another thread
 
+// Consecutive tokens of one chunk.
+struct Tokens {
+  int64_t chunk, first, count;  // `first` counts from the chunk's first
+  int64_t cost;
+};
+
 // Operands and sizes of a call. Q is the type of queries, new keys and values and outputs, P that of the pool.
 template <typename Q, typename P>
 struct Call {
@@ -47,6 +53,8 @@ struct Call {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t length(int64_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
+  // Position of the first of these tokens.
+  int64_t Begin(const Tokens& tokens) const { return kv_lens[tokens.chunk] - length(tokens.chunk) + tokens.first; }
   const P* KeysOf(const Run& run) const { return keys + run.place * dim * size + run.slot; }
   const P* ValuesOf(const Run& run) const { return values + (run.place * size + run.slot) * dim; }
   // The first position that is visible to a query at this position.
@@ -55,12 +63,6 @@ struct Call {
   int64_t Place(int64_t chunk, int64_t position, int64_t head) const {
     return (first_block + tables[chunk * max_blocks + position / size]) * kv_heads + head;
   }
-};
-
-// Consecutive tokens of one chunk.
-struct Tokens {
-  int64_t chunk, first, count;  // `first` counts from the chunk's first
-  int64_t cost;
 };
 
 // Writing.
@@ -88,7 +90,7 @@ void WriteVector(const Q* x, int64_t dim, int8_t* y, int64_t stride, float* scal
 
 template <typename Q, typename P>
 void Write(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
-  const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
+  const int64_t begin = call.Begin(tokens);
   for (int64_t i = 0; i < tokens.count; i++) {
     const int64_t place = call.Place(tokens.chunk, begin + i, head), slot = (begin + i) % call.size;
     const int64_t from = ((call.offsets[tokens.chunk] + tokens.first + i) * call.kv_heads + head) * call.dim;
@@ -125,8 +127,16 @@ void Cut(const Call<Q, P>& call, int64_t chunk, int64_t head, int64_t start, int
   }
 }
 
+// The first step of some tokens' row.
 template <typename Q, typename P>
-void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
+void CutFirst(const Call<Q, P>& call, const Tokens& tokens, int64_t head, Step& step) {
+  const int64_t begin = call.Begin(tokens), lowest = call.FirstSeen(begin);
+  Cut(call, tokens.chunk, head, RoundDown(lowest, kStep), lowest, begin + tokens.count, step);
+}
+
+// Args: later: tokens whose keys, of later_head, this thread probably reads next; they are prefetched. Or null.
+template <typename Q, typename P>
+void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head, const Tokens* later, int64_t later_head) {
   thread_local Scratch scratch;
   thread_local Products<Q, P> products;
   const int64_t group = call.group(), dim = call.dim, width = RoundUp(dim, kLanes);
@@ -141,7 +151,7 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
   // Start of row r in [T, N, D], seen as [T, K, group, D].
   const auto at = [&](int64_t r) { return ((token + r / group) * call.heads + head * group + r % group) * dim; };
   products.TakeQueries(rows, dim, [&](int64_t r) { return call.q + at(r); });
-  const int64_t begin = call.kv_lens[tokens.chunk] - call.length(tokens.chunk) + tokens.first;
+  const int64_t begin = call.Begin(tokens);
   const int64_t end = begin + tokens.count;         // one past the last position
   const int64_t lowest = call.FirstSeen(begin);     // blocks before it may belong to other rows
   const int64_t first_step = RoundDown(lowest, kStep);
@@ -154,11 +164,14 @@ void Attend(const Call<Q, P>& call, const Tokens& tokens, int64_t head) {
   alignas(64) float key_scales[kScores], value_scales[kScores];
   constexpr bool kScaled = Call<Q, P>::kScaled;
   Step steps[2];  // this one and the next
-  Cut(call, tokens.chunk, head, first_step, lowest, end, steps[first_step / kStep % 2]);
+  CutFirst(call, tokens, head, steps[first_step / kStep % 2]);
   for (int64_t start = first_step; start < end; start += kStep) {
     const Step& step = steps[start / kStep % 2];
     Step& next = steps[1 - start / kStep % 2];
-    Cut(call, tokens.chunk, head, start + kStep, lowest, end, next);
+    if (start + kStep < end || later == nullptr)
+      Cut(call, tokens.chunk, head, start + kStep, lowest, end, next);
+    else
+      CutFirst(call, *later, later_head, next);
     if (kScaled)
       for (int i = 0; i < step.size; i++) {
         const Run& run = step.runs[i];
@@ -234,7 +247,9 @@ void Serve(ffi::ThreadPool& pool, const Call<Q, P>& call) {
     const NoSubnormals guard;
     const Tokens& tile = tiles[i / call.kv_heads];
     if (call.length(tile.chunk) == 1) Write(call, tile, i % call.kv_heads);
-    Attend(call, tile, i % call.kv_heads);
+    const int64_t later = i + pool.num_threads();
+    Attend(call, tile, i % call.kv_heads, later < count ? &tiles[later / call.kv_heads] : nullptr,
+           later % call.kv_heads);
   });
 }
 
