@@ -34,6 +34,15 @@ struct Kernel {
   __mmask64 Mask(int64_t v) const { return ~uint64_t{0} >> (kBytes - std::min(kBytes, in / 2 - v * kBytes)); }
 };
 
+// The `count` numbers from x on, 16 at most, in lanes of 32 bits; the others are zeros.
+inline __m512i Lanes(const float* x, int64_t count) { return _mm512_maskz_loadu_epi32((1u << count) - 1, x); }
+inline __m512i Lanes(const BFloat16* x, int64_t count) {
+  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, x)), 16);
+}
+inline __m512i Lanes(const int8_t* x, int64_t count) {
+  return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((1u << count) - 1, x));
+}
+
 // Rows of x as bytes. Lanes of steps and sums are the outputs of quarters: they are equal for all outputs.
 struct Bytes {
   Buffer<int8_t> values;  // [rows, vectors, 2, 64]: of even inputs, then of odd ones

@@ -41,15 +41,6 @@ struct Groups {
   }
 };
 
-// The `count` numbers from x on, 16 at most, in lanes of 32 bits; the others are zeros.
-inline __m512i Lanes(const float* x, int64_t count) { return _mm512_maskz_loadu_epi32((1u << count) - 1, x); }
-inline __m512i Lanes(const BFloat16* x, int64_t count) {
-  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, x)), 16);
-}
-inline __m512i Lanes(const int8_t* x, int64_t count) {
-  return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((1u << count) - 1, x));
-}
-
 // Outputs [begin, end) of a kernel, at most 16. Lanes are outputs.
 struct Block {
   int64_t begin, end;

@@ -27,44 +27,32 @@ using namespace int4;
 constexpr int64_t kAlone = 1 << 17;          // bytes read in the time that waking a thread takes
 constexpr int64_t kAloneRounding = 1 << 14;  // numbers of x rounded in that time
 
-// lanes [quarters, kWidth] = convert(x), of x [kWidth, groups] with `times` quarters in a group.
-template <typename T, typename To, typename Convert>
-inline void ByQuarter(const T* const* x, int64_t groups, int64_t times, To* lanes, Convert convert) {
-  thread_local Buffer<To> of_groups;
-  of_groups.resize(groups * kWidth);
-  To* __restrict to = times == 1 ? lanes : of_groups.data();
-  const T *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
-  static_assert(kWidth == 4);
-  for (int64_t g = 0; g < groups; g++) {  // compilers make vectors of this loop
-    to[4 * g] = convert(x0[g]), to[4 * g + 1] = convert(x1[g]);
-    to[4 * g + 2] = convert(x2[g]), to[4 * g + 3] = convert(x3[g]);
-  }
-  for (int64_t g = 0; g < groups && times > 1; g++)
-    for (int64_t i = 0; i < times; i++) std::copy_n(to + g * kWidth, kWidth, lanes + (g * times + i) * kWidth);
+// Where `Groups16::Pick` finds the lanes of each vector that 16 groups cover: [vectors, 16] places in two outputs' groups.
+Buffer<int32_t> Picks(const Kernel& kernel) {
+  const int64_t times = kernel.group / kQuarter, count = std::min(kernel.Vectors(), times * kLanes / kWidth);
+  Buffer<int32_t> picks(count * kLanes);
+  for (int64_t quarter = 0; quarter < count * kWidth; quarter++)
+    for (int64_t i = 0; i < kWidth; i++) picks[quarter * kWidth + i] = quarter / times + i % 2 * kLanes;
+  return picks;
 }
 
-// Four outputs of a kernel. Lanes of scales and offsets are the outputs of quarters.
-struct Tile {
-  const uint8_t* values[kWidth];
-  Buffer<float> scales;     // [vectors, 16]
-  Buffer<int32_t> offsets;  // [vectors, 16]: what the unsigned numbers have too much, with zero points
+// Scales or zero points of 16 groups, from `group` on, of four outputs.
+struct Groups16 {
+  __m512i numbers[kWidth];
 
-  template <typename S>
-  void Set(const Kernel& kernel, const S* all_scales, int64_t begin) {
-    const int64_t lanes = kernel.Vectors() * kLanes, times = kernel.group / kQuarter;
-    const S* of_scales[kWidth];
-    const int8_t* of_zeros[kWidth];
-    for (int64_t i = 0; i < kWidth; i++) {
-      const int64_t o = std::min(begin + i, kernel.out - 1);
-      values[i] = kernel.values + o * kernel.in / 2;
-      of_scales[i] = all_scales + o * kernel.groups;
-      of_zeros[i] = kernel.zeros == nullptr ? nullptr : kernel.zeros + o * kernel.groups;
-    }
-    scales.resize(lanes), std::fill(scales.end() - kLanes, scales.end(), 0.0f);
-    ByQuarter(of_scales, kernel.groups, times, scales.data(), [](S x) { return ToFloat(x); });
-    if (kernel.zeros == nullptr) return;
-    offsets.assign(lanes, 0);
-    ByQuarter(of_zeros, kernel.groups, times, offsets.data(), [](int8_t x) { return int32_t{x} + 8; });
+  template <typename T>
+  Groups16(const Kernel& kernel, const T* all, int64_t output, int64_t group) {
+    const int64_t count = std::min<int64_t>(kLanes, kernel.groups - group);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kWidth; i++)
+      numbers[i] = Lanes(all + std::min(output + i, kernel.out - 1) * kernel.groups + group, count);
+  }
+
+  // Those of a vector: lanes are the outputs of quarters.
+  __m512i Pick(const int32_t* picks) const {
+    const __m512i places = _mm512_load_si512(picks);
+    return _mm512_mask_blend_epi32(0xCCCC, _mm512_permutex2var_epi32(numbers[0], places, numbers[1]),
+                                   _mm512_permutex2var_epi32(numbers[2], places, numbers[3]));
   }
 };
 
@@ -72,39 +60,49 @@ inline __m512i AddPairs(__m512i a, __m512i b) {  // of 32-bit lanes
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
 
-// sums [kRows, 16]: rows of x times the outputs of a tile.
-template <int kRows, bool kZeros>
-void MultiplyTile(const Kernel& kernel, const Bytes& bytes, const Tile& tile, Vec* sums) {
+// sums [kRows, 16]: rows of x times four outputs from `output` on.
+template <int kRows, bool kZeros, typename S>
+void MultiplyTile(const Kernel& kernel, const S* scales, const Buffer<int32_t>& picks, const Bytes& bytes,
+                  int64_t output, Vec* sums) {
   const int64_t vectors = kernel.Vectors(), length = kernel.in / 2;
   const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-120), none = _mm512_setzero_si512();
   const int64_t ahead = RoundUp(kAhead, kWidth * length);  // the same place in later outputs
+  const uint8_t* values[kWidth];
+  for (int64_t i = 0; i < kWidth; i++) values[i] = kernel.values + std::min(output + i, kernel.out - 1) * length;
   Vec y[kRows] = {};
-  for (int64_t v = 0; v < vectors; v++) {
-    const __mmask64 mask = kernel.Mask(v);
-    __m512i even[kWidth], odd[kWidth];
+  int64_t v = 0;
+  for (int64_t group = 0; group < kernel.groups; group += kLanes) {
+    const Groups16 of_scales(kernel, scales, output, group);
+    const Groups16 of_zeros = kZeros ? Groups16(kernel, kernel.zeros, output, group) : of_scales;
+    const int64_t end = std::min<int64_t>(vectors, v + picks.size() / kLanes);
+    for (const int32_t* pick = picks.data(); v < end; v++, pick += kLanes) {
+      const __mmask64 mask = kernel.Mask(v);
+      __m512i even[kWidth], odd[kWidth];
 #pragma GCC unroll 8
-    for (int i = 0; i < kWidth; i++) {
-      __builtin_prefetch(tile.values[i] + v * kBytes + ahead);
-      const __m512i numbers = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, tile.values[i] + v * kBytes), flip);
-      even[i] = _mm512_and_si512(numbers, low);
-      odd[i] = _mm512_and_si512(_mm512_srli_epi32(numbers, 4), low);
-    }
-    const Vec scale = Load(tile.scales.data() + v * kLanes);
-    const __m512i offset = kZeros ? _mm512_load_si512(tile.offsets.data() + v * kLanes) : none;
+      for (int i = 0; i < kWidth; i++) {
+        __builtin_prefetch(values[i] + v * kBytes + ahead);
+        const __m512i numbers = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, values[i] + v * kBytes), flip);
+        even[i] = _mm512_and_si512(numbers, low);
+        odd[i] = _mm512_and_si512(_mm512_srli_epi32(numbers, 4), low);
+      }
+      const Vec scale = (Vec)of_scales.Pick(pick);
+      const __m512i offset = kZeros ? _mm512_add_epi32(of_zeros.Pick(pick), _mm512_set1_epi32(8)) : none;
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-      const int64_t at = r * vectors + v;
-      const __m512i x_even = _mm512_load_si512(bytes.values.data() + at * kVector);
-      const __m512i x_odd = _mm512_load_si512(bytes.values.data() + at * kVector + kBytes);
-      __m512i dots[kWidth];
+      for (int r = 0; r < kRows; r++) {
+        const int64_t at = r * vectors + v;
+        const __m512i x_even = _mm512_load_si512(bytes.values.data() + at * kVector);
+        const __m512i x_odd = _mm512_load_si512(bytes.values.data() + at * kVector + kBytes);
+        __m512i dots[kWidth];
 #pragma GCC unroll 8
-      for (int i = 0; i < kWidth; i++)
-        dots[i] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(none, even[i], x_even), odd[i], x_odd);
-      const __m512i first = AddPairs(dots[0], dots[1]), second = AddPairs(dots[2], dots[3]);
-      const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
-      const __m512i sum = _mm512_load_si512(bytes.sums.data() + at * kLanes);
-      const __m512i back = kZeros ? _mm512_mullo_epi32(sum, offset) : _mm512_slli_epi32(sum, 3);
-      y[r] += (Vec)_mm512_cvtepi32_ps(_mm512_sub_epi32(all, back)) * (Load(bytes.steps.data() + at * kLanes) * scale);
+        for (int i = 0; i < kWidth; i++)
+          dots[i] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(none, even[i], x_even), odd[i], x_odd);
+        const __m512i first = AddPairs(dots[0], dots[1]), second = AddPairs(dots[2], dots[3]);
+        const __m512i all =
+            _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+        const __m512i sum = _mm512_load_si512(bytes.sums.data() + at * kLanes);
+        const __m512i back = kZeros ? _mm512_mullo_epi32(sum, offset) : _mm512_slli_epi32(sum, 3);
+        y[r] += (Vec)_mm512_cvtepi32_ps(_mm512_sub_epi32(all, back)) * (Load(bytes.steps.data() + at * kLanes) * scale);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -119,17 +117,13 @@ inline void MultiplyRows(int64_t rows, const Kernel& kernel, Args&&... args) {
   MultiplyTile<kRows, true>(kernel, args...);
 }
 
-// Outputs [begin, end) of few rows: a block.
+// Outputs [begin, end) of few rows.
 template <typename S>
-void MultiplyFew(const Kernel& kernel, const S* scales, const Bytes& bytes, int64_t rows, int64_t begin, int64_t end,
-                 float* y) {
-  thread_local Tile tiles[kInBlock / kWidth];
-  const int64_t count = (end - begin + kWidth - 1) / kWidth;
-  for (int64_t i = 0; i < count; i++) tiles[i].Set(kernel, scales, begin + i * kWidth);
-  for (int64_t i = 0; i < count; i++) {
+void MultiplyFew(const Kernel& kernel, const S* scales, const Buffer<int32_t>& picks, const Bytes& bytes, int64_t rows,
+                 int64_t begin, int64_t end, float* y) {
+  for (int64_t first = begin; first < end; first += kWidth) {
     Vec sums[kAtOnce];
-    MultiplyRows<kAtOnce>(rows, kernel, bytes, tiles[i], sums);
-    const int64_t first = begin + i * kWidth;
+    MultiplyRows<kAtOnce>(rows, kernel, scales, picks, bytes, first, sums);
     for (int64_t r = 0; r < rows; r++)
       for (int64_t o = 0; o < std::min<int64_t>(kWidth, end - first); o++)
         y[r * kernel.out + first + o] =
@@ -161,6 +155,7 @@ void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const T* scales, cons
     RoundRow(x + row * kernel.in, kernel, row, bytes);
     if (!few) groups.Take(kernel, bytes, row);
   });
+  const Buffer<int32_t> picks = Picks(kernel);
   const int64_t outputs = OutputsOfItem(kernel.out, kernel.in / 2, kInBlock, pool);
   ForEach(pool, (kernel.out + outputs - 1) / outputs, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
     const NoSubnormals guard;
@@ -170,7 +165,7 @@ void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const T* scales, cons
       const T* later = scales + end * kernel.groups;  // of the next block
       for (size_t i = 0; i < kInBlock * kernel.groups; i += kCacheLine / sizeof(T)) __builtin_prefetch(later + i);
       if (few)
-        MultiplyFew(kernel, scales, bytes, rows, begin, end, y);
+        MultiplyFew(kernel, scales, picks, bytes, rows, begin, end, y);
       else
         MultiplyMany(kernel, scales, groups, rows, begin, end, y);
     }
