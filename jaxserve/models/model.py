@@ -98,13 +98,14 @@ class Model:
         """Runs consecutive layers; returns the hidden states and the updated cache.
 
         Args:
+          params: with the weights of each layer, or `products.stacked` ones if looped.
           attend: returns the attention of a layer, given its index within `which` (an int32[] if looped).
           looped: compiles one loop instead of unrolled layers. The program is a sixth of the size and as fast on a CPU;
             accelerators would wait for the branch to each layer's kernels.
           between: applied to x before each layer; not with `looped`.
         """
         if looped:
-            weights = products.looped([params["layers"][i] for i in which])
+            weights = products.looped(params["layers"])
             with jax.named_scope("layers"):
                 return jax.lax.fori_loop(
                     0,

@@ -15,7 +15,7 @@ from jax.stages import Lowered
 
 from jaxserve import weights
 from jaxserve.iteration import SamplerVariant
-from jaxserve.models import Model, Params
+from jaxserve.models import Model, Params, products
 from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul, rings, row_parts
 from jaxserve.runner.batch import RowState
 from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, pool, score
@@ -92,6 +92,15 @@ class StagePrograms:
         config = self.model.config
         return on_cpu and self.mesh.size == 1 and config.layers_alike and not config.num_experts
 
+    def taken(self, params: Params, stack: Callable[[Sequence[Any]], Any]) -> Params:
+        """The stage's parameters as `lower_forward` takes them.
+
+        Those of looped layers are `products.stacked`.
+        """
+        if not self.looped:
+            return params
+        return {**params, "layers": products.stacked([params["layers"][i] for i in self.layers], stack)}
+
     def first_blocks(self, n_blocks: int) -> list[int]:
         """First block of each of the stage's layers in a part of the pool, and the blocks there.
 
@@ -156,7 +165,9 @@ class StagePrograms:
         return rings.around(layers, self.params()["layers"], self.mesh, self.spec, self.platform)
 
     def lower_forward(self, bucket: int, n_blocks: int, decodes_only: bool = False) -> Lowered:
-        """One iteration of the stage's layers; arguments (params, pool, tables, history, packed, x).
+        """One iteration of the stage's layers.
+
+        Its arguments are (`taken` params, pool, tables, history, packed, x).
 
         Args:
           decodes_only: whether no chunk is longer than one token.
@@ -187,7 +198,7 @@ class StagePrograms:
             make_attend=partial(attention.make_attend, self.model, *attended),
             between=between if self.spec.activations else None,
             whole=whole if by_tokens or (is_ring and self.platform != "gpu") else None,
-            gathered=self.gathered if self.spec.gather else None,
+            gathered=self.gathered if self.spec.gather and not self.looped else None,
             ringed=self.ringed if is_ring else None,
             layout=layout,
             first_blocks=self.first_blocks(n_blocks),
@@ -199,7 +210,7 @@ class StagePrograms:
             step, donate_argnums=(1, 2), keep_unused=True, out_shardings=Forward._make((kept, *[rest] * 5))
         )
         return layers.lower(
-            self.params(),
+            self.taken(self.params(), lambda vectors: self._whole((len(vectors), *vectors[0].shape), vectors[0].dtype)),
             pool,
             state.tables,
             state.history,

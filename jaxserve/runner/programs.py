@@ -17,7 +17,7 @@ from jaxtyping import Float32
 from jaxserve.iteration import IterationPlan, SamplerVariant, max_points
 from jaxserve.models.layers import Attend
 from jaxserve.models.model import HeadWeights, Model
-from jaxserve.models.products import Quantized, bind
+from jaxserve.models.products import Quantized, bind, bind_stacked
 from jaxserve.runner import matmul
 from jaxserve.runner.batch import BatchLayout, of_group, sample_points, unpack, write_tokens
 from jaxserve.sampling import sampler, scoring
@@ -152,7 +152,7 @@ def forward(
     Args:
       history: token histories of the rows; None in stages between the first and the last.
       x: [T, H] hidden states from the stage before; None in the first, which embeds the tokens.
-      looped: whether the layers are one loop (`Model.layers`).
+      looped: whether the layers are one loop (`Model.layers`), and their weights stacked.
       products: multiplies by the parameters.
       prepare: (batch, cache group) -> what the attention of its layers shares (`attention.prepare`).
       make_attend: (result of `prepare`, layer, its first block) -> the layer's attention.
@@ -176,7 +176,10 @@ def forward(
         x = embedded
     if gathered is not None:
         params = {**params, "layers": gathered(params["layers"])}
-    of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}
+    if looped:
+        of_layers = bind_stacked(params["layers"], products)
+    else:
+        of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}
     of_layers = of_layers if ringed is None else ringed(of_layers)
     params = {**bind({**params, "layers": {}}, products), "layers": of_layers}
 

@@ -66,7 +66,7 @@ class StageRunner:
         """
         self.programs = programs
         self._cache = cache
-        self.params = self._own(params)
+        self.replace_params(params)
         self.buckets = tuple(buckets)
         self._counts = programs.shape.point_counts(buckets)
         self._decode_buckets = frozenset(programs.shape.decode_buckets(buckets))
@@ -95,8 +95,9 @@ class StageRunner:
         return jax.tree.map(_placed, part, wanted, is_leaf=is_matrix)
 
     def replace_params(self, params: Params) -> None:
-        """Replaces the weights by others of the same shapes; `params` is the whole model's."""
+        """Takes the weights, or others of the same shapes; `params` is the whole model's."""
         self.params = self._own(params)
+        self._taken = self.programs.taken(self.params, lambda vectors: self._whole(np.stack(vectors)))
 
     def temporaries(self) -> int:
         """Most bytes that an iteration takes on a device beside its arguments, as compiled."""
@@ -222,7 +223,7 @@ class StageRunner:
         """
         state, decodes_only = self._state, plan.bucket in self._decode_buckets and plan.is_decodes
         program = self._forward[plan.bucket, decodes_only]
-        out = Forward(*program(self.params, self.pool, state.tables, state.history, packed, x))
+        out = Forward(*program(self._taken, self.pool, state.tables, state.history, packed, x))
         self.pool, self._state = out.pool, state._replace(tables=out.tables)
         return out
 

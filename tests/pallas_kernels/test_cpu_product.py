@@ -94,8 +94,8 @@ def test_layers_use_it(dtype, rows, call, looped):
 
     def step(x, place):
         if looped:
-            weights = products.looped([products.bind({"kernel": kernel}, taken) for kernel in kernels])
-            return products.project(x, weights(place)["kernel"])
+            stacked = products.stacked([{"kernel": kernel} for kernel in kernels], jnp.stack)
+            return products.project(x, products.looped(products.bind_stacked(stacked, taken))(place)["kernel"])
         return products.project(x, products.bind({"kernel": kernels[1]}, taken)["kernel"])
 
     program = jax.jit(step).lower(x, jnp.int32(1)).compile()
