@@ -250,8 +250,9 @@ class StageRunner:
             history, chosen, top = choose(logits, self._state.sampling, self._state.history, out.points, *masks)
             self._state = self._state._replace(history=history)
         launched = Launched(chosen, top, scores, pooled)
-        for array in jax.tree.leaves(launched):
-            array.copy_to_host_async()
+        if self.programs.platform != "cpu":  # there the results are in the host's memory
+            for array in jax.tree.leaves(launched):
+                array.copy_to_host_async()
         return launched
 
     def feed_back_tokens(self, points: jax.Array | None, chosen: jax.Array | None) -> None:
