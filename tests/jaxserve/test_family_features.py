@@ -228,8 +228,16 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
-@pytest.mark.parametrize(("hosts", "stages"), [(2, 2), (2, 1)], ids=["stages", "tensor"])
+@pytest.mark.parametrize(
+    ("checkpoint", "hosts", "stages"),
+    # Each family is split in one way daily, and in the other weekly.
+    [
+        pytest.param(name, 2, stages, id=f"{way}-{name}", marks=pytest.mark.weekly if (i + stages) % 2 else ())
+        for stages, way in ((2, "stages"), (1, "tensor"))
+        for i, name in enumerate(FAMILIES)
+    ],
+    indirect=["checkpoint"],
+)
 def test_hosts_answer_as_one_and_replay(checkpoint, hosts, stages, tmp_path) -> None:
     told = {"model": str(checkpoint), "tensor": hosts // stages, "stages": stages}
     with group(REAL, [told] * hosts, tmp_path, JAX_PLATFORMS="cpu") as running:

@@ -55,8 +55,15 @@ def test_bfloat16_at_a_long_context(harness, subject, pool):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("subject", [name for name, how in SUBJECTS.items() if not how.slow])  # others: an hour
-@pytest.mark.parametrize("pool", [pytest.param("float32", marks=pytest.mark.weekly), "int8"])
+@pytest.mark.parametrize(
+    ("subject", "pool"),
+    [
+        pytest.param(name, pool, marks=() if (name, pool) == ("cpu", "int8") else pytest.mark.weekly)
+        for name, how in SUBJECTS.items()
+        if not how.slow  # others: an hour
+        for pool in ("float32", "int8")
+    ],
+)
 def test_a_context_of_32k(harness, subject, pool):
     h = harness(subject, heads=1, pool=pool, block=64, max_blocks=512, n_blocks=520, bucket=1024)
     a, b = h.add_row(), h.add_row()

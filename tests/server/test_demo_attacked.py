@@ -175,7 +175,7 @@ def over(*names: str, daily: int, weekly: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("protocol", "count"), each)
 
 
-@over(*OVER_GRPC, *OVER_HTTP, daily=2_000, weekly=10_000)
+@over(*OVER_GRPC, *OVER_HTTP, daily=1_000, weekly=10_000)
 def test_malformed_requests(attack: Attack, protocol: str, count: int) -> None:
     if protocol in OVER_GRPC:
         hostile = drawn(fuzz.calls_of(*OVER_GRPC[protocol]), count)
@@ -311,11 +311,11 @@ def test_streams_are_half_closed(attack: Attack, protocol: str, count: int) -> N
     attack(part)
 
 
-@over(*STREAMS, daily=500, weekly=1_200)
+@over(*STREAMS, daily=300, weekly=1_200)
 def test_readers_who_read_nothing(attack: Attack, protocol: str, count: int) -> None:
     """They stay until the engine is done with all of them, which waits for none.
 
-    In the fifth part there are fewer, 6 daily and 16 weekly, with streams of a megabyte each, more than buffers hold.
+    In the fifth part there are fewer, 4 daily and 16 weekly, with streams of a megabyte each, more than buffers hold.
     """
 
     async def part(it: Attacked, index: int) -> None:

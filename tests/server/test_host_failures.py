@@ -112,7 +112,9 @@ def test_a_worker_that_is_stopped(tmp_path, cache, supervise) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("host", "supervise"), [(1, True), (1, False), (0, False)])
+@pytest.mark.parametrize(
+    ("host", "supervise"), [(1, True), pytest.param(1, False, marks=pytest.mark.weekly), (0, False)]
+)
 def test_a_host_wedged_in_a_kernel(tmp_path, cache, host, supervise) -> None:
     there, caches, programs = tmp_path / "there", [str(cache)] * 2, [("server.commands.cli",)] * 2
     programs[host], caches[host] = ("tests.server.failing_host", "wedge", str(there)), "off"
@@ -180,7 +182,7 @@ def test_a_master_that_is_killed_or_stopped(tmp_path, cache, supervise, number, 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.weekly), 1])
 def test_a_host_that_throws_while_compiling(tmp_path, host) -> None:
     """Nobody can have begun: whoever calls is told what was the matter with the last start, until one succeeds."""
     there = tmp_path / "there"

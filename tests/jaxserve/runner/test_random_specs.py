@@ -49,8 +49,8 @@ def answers(family: str, config: EngineConfig) -> Answers:
 
 
 def marked(seed: int) -> Any:
-    """The first seed runs among the long tests, nine with the exhaustive ones and the others every week."""
-    group = pytest.mark.long if not seed else pytest.mark.exhaustive if seed < 10 else pytest.mark.weekly
+    """The first seed runs among the long tests, four with the exhaustive ones and the others every week."""
+    group = pytest.mark.long if not seed else pytest.mark.exhaustive if seed < 5 else pytest.mark.weekly
     return pytest.param(seed, marks=group)
 
 

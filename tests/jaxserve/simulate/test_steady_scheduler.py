@@ -101,7 +101,7 @@ def check(engine: SimulatedEngine, coming: list[Arrival]) -> None:
     assert figures(engine.serve(coming)) == figures(listing.serve(coming))
 
 
-EACH = [25, pytest.param(500, marks=pytest.mark.exhaustive), pytest.param(1500, marks=pytest.mark.weekly)]
+EACH = [25, pytest.param(250, marks=pytest.mark.exhaustive), pytest.param(1500, marks=pytest.mark.weekly)]
 
 
 @pytest.mark.parametrize("count", EACH)
