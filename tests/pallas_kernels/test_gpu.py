@@ -152,3 +152,17 @@ def test_no_program_waits_for_a_long_row(lens, kv_heads):
     busiest = max(work[i::n_programs].sum() for i in range(n_programs))
     mean = (tiles * kv_heads).sum() / min(n_programs, len(work))
     assert busiest <= 2 * mean
+
+
+def test_each_tile_is_computed_by_one_program(harness, monkeypatch):
+    """The five programs of the interpreter divide the tiles of two rows and two KV heads."""
+    from pallas_kernels.gpu import kernels  # which imports Triton
+
+    computed, step = [], kernels._step
+    monkeypatch.setattr(kernels, "_step", lambda i, *rest: computed.append(int(i)) or step(i, *rest))
+    sizes = {"block": 16, "max_blocks": 64, "n_blocks": 80, "most_chunks": 2, "bucket": 2}
+    h = harness("gpu", heads=2, kv_heads=2, dtype="bfloat16", pool="bfloat16", **sizes)
+    assert cuts.decode_tiling(h.shape).resident == 5
+    a, b = h.add_row(), h.add_row()
+    h.check([(a, 1), (b, 1)])
+    assert computed == [0] * 4
