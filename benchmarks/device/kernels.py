@@ -97,11 +97,13 @@ class KernelCase:
 
 
 _ROWS, _CONTEXTS, _PROMPTS = (1, 8, 32, 128), (512, 2048, 8192), (1024, 2048, 4096, 8192)
+_FLASHINFER = ((32, 4096), (8, 32768))  # rows and contexts for which FlashInfer's times are published (docs/kernels.md)
 CASES = [  # in the order of what is asked first
     *[KernelCase(rows=rows, context=context) for rows in _ROWS for context in _CONTEXTS],
     *[KernelCase(rows=1, context=n, new=n) for n in _PROMPTS],
     *[KernelCase(rows=rows, context=context, kv_heads=8) for rows in _ROWS for context in _CONTEXTS],
     *[KernelCase(rows=1, context=n, new=n, kv_heads=8) for n in _PROMPTS],
+    *[KernelCase(rows=rows, context=context, kv_heads=heads) for heads in (32, 8) for rows, context in _FLASHINFER],
     KernelCase(rows=32, context=2048, pool_dtype="int8"),
     KernelCase(rows=32, context=2048, heads=16, kv_heads=16, head_dim=64),
     KernelCase(rows=128, context=1),  # hardly anything to read: the time of a write
