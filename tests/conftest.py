@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -61,6 +62,8 @@ if not any(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 _MOST_MAPPINGS = 20_000  # of a process's memory; Linux allows 65,530
+_TESTS_BETWEEN = 8  # two counts of them in a module
+_finished = itertools.count(1)
 
 # Their functions hold arguments and results to their annotations where CHECK_SHAPES is set, as in `make test`.
 SHAPE_CHECKED = (
@@ -199,15 +202,28 @@ def _share_programs() -> Iterator[SharedPrograms]:
         yield shared
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_mappings(_share_programs: SharedPrograms) -> Iterator[None]:
-    """Forgets the programs of earlier modules when there are too many.
+def _forget_programs(shared: SharedPrograms, most_mappings: int) -> None:
+    """Forgets what was compiled if this process has more memory mappings.
 
-    A program on a CPU takes some tens of memory mappings, and a process with too many crashes when it loads another.
+    A program on a CPU takes some tens of them, and a process with too many crashes when it loads another.
     """
-    yield
     with contextlib.suppress(OSError), open("/proc/self/maps", "rb") as mappings:
-        if sum(1 for _ in mappings) > _MOST_MAPPINGS:
-            _share_programs.clear()
+        if sum(1 for _ in mappings) > most_mappings:
+            shared.clear()
             jax.clear_caches()
             gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_mappings(_share_programs: SharedPrograms) -> Iterator[None]:
+    """Starts a module with few mappings."""
+    yield
+    _forget_programs(_share_programs, _MOST_MAPPINGS)
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings_in_a_module(_share_programs: SharedPrograms) -> Iterator[None]:
+    """Some modules have hundreds of tests."""
+    yield
+    if next(_finished) % _TESTS_BETWEEN == 0:
+        _forget_programs(_share_programs, 2 * _MOST_MAPPINGS)

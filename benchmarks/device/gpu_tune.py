@@ -33,7 +33,7 @@ TILES = {
         "16x64x4x3x4 16x64x4x3x5 16x64x4x3x3 16x64x4x4x3 16x64x4x2x5 16x64x8x3x2 16x32x4x4x5 16x128x4x3x2 16x128x8x2x2"
     ),
     KernelCase(rows=32, context=2048, pool_dtype="int8"): (
-        "16x64x4x3x3 16x64x4x3x2 16x64x4x3x4 16x128x4x2x2 16x128x8x3x1 16x64x8x3x1 16x64x4x4x3 16x32x4x4x4 16x32x2x4x6"
+        "16x64x4x3x4 16x64x4x3x3 16x64x4x3x5 16x128x4x2x3 16x128x8x3x1 16x64x8x3x2 16x64x4x4x4 16x32x4x4x5 16x32x2x4x8"
     ),
     KernelCase(rows=32, context=2048, heads=16, kv_heads=16, head_dim=64): (
         "16x64x4x3x5 16x64x4x3x4 16x64x4x3x6 16x64x4x4x5 16x64x2x3x8 16x128x4x3x3 16x128x4x4x3 16x64x4x5x5"

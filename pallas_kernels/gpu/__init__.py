@@ -47,6 +47,8 @@ class GpuBackend:
             return f"queries of {shape.dtype}; it serves float32 and bfloat16"
         if shape.pool_dtype not in (*_DTYPES, _INT8):
             return f"pool of {shape.pool_dtype}; it serves float32, bfloat16 and int8"
+        if shape.pool_dtype == _INT8 and shape.head_dim % 2:
+            return f"head_dim {shape.head_dim} with an int8 pool; it serves even ones"
         if shape.head_dim > 256:
             return f"head_dim {shape.head_dim}; it serves up to 256"
         most = 64 if is_exact(shape) else 128

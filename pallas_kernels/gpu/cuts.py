@@ -71,8 +71,7 @@ def decode_tiling(shape: AttentionShape) -> Tiling:
     if rows > 64:
         return Tiling(rows, slots, 8, 3, 1)
     resident = 5 if wide <= 64 else 4 if wide <= 128 else 3  # with few registers spilled, or none
-    resident -= (shape.pool_dtype == np.int8) + (rows > LEAST_DOT)
-    return Tiling(rows, slots, 4, 3, 2 if rows > 32 else max(resident, 2))
+    return Tiling(rows, slots, 4, 3, 2 if rows > 32 else resident - (rows > LEAST_DOT))
 
 
 def decode_split(items: int, shape: AttentionShape, window: int | None = None) -> Split:

@@ -16,6 +16,21 @@ import triton.language as tl
 LOWEST = tl.constexpr(-1e30)  # replaces minus infinity where a difference of two of them must not be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+# Two words to their low and to their high bytes in bfloat16. 0x4300 + n is 128 + n for n below 128, and 0x4380 is 256:
+# a byte is 128 + its low bits, less 128 or, with the sign's bit, 256.
+_TO_BFLOAT16 = """{
+    .reg .b32 high, number, sign, minus;
+    mov.b32 minus, 0xbf80bf80;
+    lop3.b32 number, $2, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 sign, $2, 0x00800080, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, sign, minus, number;
+    shr.u32 high, $2, 8;
+    lop3.b32 number, high, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 sign, high, 0x00800080, 0x43004300, 0xea;
+    fma.rn.bf16x2 $1, sign, minus, number;
+}"""
+_BYTES = tl.constexpr(_TO_BFLOAT16)
+
 
 # Writing.
 
@@ -105,6 +120,22 @@ def _with_sink(maximum, sink):
 
 @triton.jit
 @no_type_check
+def _numbers(words, OPERANDS: tl.constexpr):
+    """What is loaded, as operands: (numbers,), or (low bytes, high bytes) of words of two int8."""
+    if words.dtype == tl.int16:
+        if tl.bfloat16 == OPERANDS:
+            numbers = tl.inline_asm_elementwise(
+                _BYTES, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
+        else:
+            numbers = (((words << 8) >> 8).to(OPERANDS), (words >> 8).to(OPERANDS))
+    else:
+        numbers = (words.to(OPERANDS),)
+    return numbers
+
+
+@triton.jit
+@no_type_check
 def _step(
     i,
     maximum,
@@ -130,6 +161,7 @@ def _step(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    WORD: tl.constexpr,
     SLOTS: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
@@ -140,6 +172,7 @@ def _step(
 
     Where it is masked, slots that no query sees are read as zeros: they may hold NaN, and 0 * NaN is NaN.
     """
+    WORDS: tl.constexpr = DIM // WORD
     slots = tl.arange(0, SLOTS)
     position = i * SLOTS + slots
     seen = position < end
@@ -148,24 +181,27 @@ def _step(
     if BLOCK % SLOTS == 0:  # a tile lies in one block
         block = tl.load(tables + chunk * MAX_BLOCKS + tl.minimum(i * SLOTS, last) // BLOCK)
         place = ((block + tl.load(first_block)).to(tl.int64) * KV_HEADS + head) * BLOCK + (i * SLOTS) % BLOCK
-        near, place_of_scale = slots[:, None] * DIM, place + slots
-        keys, values = keys + place * DIM, values + place * DIM
+        near, place_of_scale = slots[:, None] * WORDS, place + slots
+        keys, values = keys + place * WORDS, values + place * WORDS
     else:
         column = tl.where(seen, position // BLOCK, 0)
         block = tl.load(tables + chunk * MAX_BLOCKS + column) + tl.load(first_block)
         place_of_scale = (block.to(tl.int64) * KV_HEADS + head) * BLOCK + position % BLOCK
-        near = place_of_scale[:, None] * DIM
-    dims = tl.arange(0, WIDTH)[None, :]
-    near = near + dims
+        near = place_of_scale[:, None] * WORDS
+    words = tl.arange(0, WIDTH // WORD)[None, :]
+    near = near + words
     if MASKED:
-        inside = seen[:, None] & (dims < DIM)
+        inside = seen[:, None] & (words < WORDS)
         key, value = tl.load(keys + near, mask=inside, other=0), tl.load(values + near, mask=inside, other=0)
     elif DIM < WIDTH:
-        inside = (dims < DIM) & (slots[:, None] >= 0)
+        inside = (words < WORDS) & (slots[:, None] >= 0)
         key, value = tl.load(keys + near, mask=inside, other=0), tl.load(values + near, mask=inside, other=0)
     else:
         key, value = tl.load(keys + near), tl.load(values + near)
-    scores = tl.dot(query, tl.trans(key.to(OPERANDS)), input_precision="tf32x3")
+    key, value = _numbers(key, OPERANDS), _numbers(value, OPERANDS)
+    scores = tl.dot(query[0], tl.trans(key[0]), input_precision="tf32x3")
+    if WORD == 2:
+        scores = tl.dot(query[1], tl.trans(key[1]), scores, input_precision="tf32x3")
     factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP is None else 1.0  # of scores, in the exponent of a weight
     if key_scales is not None:
         if MASKED:
@@ -193,8 +229,11 @@ def _step(
             weights *= tl.load(value_scales + place_of_scale, mask=seen, other=0)[None, :]
         else:
             weights *= tl.load(value_scales + place_of_scale)[None, :]
-    acc = tl.dot(weights.to(OPERANDS), value.to(OPERANDS), acc * shrink[:, None], input_precision="tf32x3")
-    return raised, total, acc
+    weights, shrink = weights.to(OPERANDS), shrink[:, None]
+    sums = (tl.dot(weights, value[0], acc[0] * shrink, input_precision="tf32x3"),)
+    if WORD == 2:
+        sums += (tl.dot(weights, value[1], acc[1] * shrink, input_precision="tf32x3"),)
+    return raised, total, sums
 
 
 @triton.jit
@@ -238,6 +277,9 @@ def tile_kernel(
     where an item has one query, of items.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    WORD: tl.constexpr = 1 if key_scales is None else 2  # numbers that are loaded as one
+    if WORD == 2:
+        keys, values = keys.to(tl.pointer_type(tl.int16)), values.to(tl.pointer_type(tl.int16))
     factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP is None else 1.0
     index = tl.arange(0, INDICES)
     counts = tl.load(items + index * 4 + 1, mask=index < ITEMS, other=0)
@@ -257,18 +299,20 @@ def tile_kernel(
         first = before + which * each
         end = tl.minimum(first + each, before + n_tiles)
         end_seen = tl.minimum(last + 1, end * SLOTS)
-        row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+        row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH // WORD) * WORD
         of_chunk, heads = row // GROUP, head * GROUP + row % GROUP
         position = last + 1 - count + of_chunk
         inside = (row < count * GROUP)[:, None] & (dims < DIM)[None, :]
         place = ((start + of_chunk) * HEADS + heads)[:, None] * DIM + dims[None, :]
-        query = tl.load(q + place, mask=inside, other=0).to(OPERANDS)
+        query = (tl.load(q + place, mask=inside, other=0).to(OPERANDS),)
+        if WORD == 2:
+            query += (tl.load(q + place + 1, mask=inside, other=0).to(OPERANDS),)
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + heads) * LOG2_E
         maximum = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        acc = (tl.zeros((ROWS, WIDTH // WORD), tl.float32),) * WORD
         # Tiles of which every query sees every slot need no mask: those from `inner` to `outer`.
         inner = first
         outer = tl.maximum(tl.minimum((last + 2 - count) // SLOTS, end), first)
@@ -281,22 +325,25 @@ def tile_kernel(
                 maximum, total, acc = _step(
                     i, maximum, total, acc, query, position, slope, last, chunk, end_seen, first_seen, head,
                     keys, values, key_scales, value_scales, tables, first_block,
-                    run != 1, KV_HEADS, DIM, BLOCK, MAX_BLOCKS, WIDTH, SLOTS, WINDOW, SCALE, SOFT_CAP, OPERANDS,
+                    run != 1, KV_HEADS, DIM, BLOCK, MAX_BLOCKS, WIDTH, WORD, SLOTS, WINDOW, SCALE, SOFT_CAP, OPERANDS,
                 )  # fmt: skip
         maximum *= factor
         if part_acc is None:
+            share = 1.0
             if sinks is not None:
                 sink = tl.load(sinks + heads)
                 if slope is not None:  # the bias of all rows counts from the last query
                     sink += slope / LOG2_E * (position - last).to(tl.float32)
                 share, more = _with_sink(maximum, sink)
-                total, acc = total * share + more, acc * share[:, None]
-            acc = acc / tl.where(total > 0, total, 1)[:, None]
-            tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+                total = total * share + more
+            share = share / tl.where(total > 0, total, 1)
+            for byte in tl.static_range(WORD):
+                tl.store(out + place + byte, (acc[byte] * share[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
             of = start + of_chunk if OF_TOKENS else item
             scalar = (of * MOST_PARTS + which) * HEADS + heads
-            tl.store(part_acc + scalar[:, None].to(tl.int64) * DIM + dims[None, :], acc, mask=inside)
+            for byte in tl.static_range(WORD):
+                tl.store(part_acc + scalar[:, None].to(tl.int64) * DIM + dims[None, :] + byte, acc[byte], mask=inside)
             tl.store(part_maximum + scalar, maximum, mask=row < count * GROUP)
             tl.store(part_total + scalar, total, mask=row < count * GROUP)
 

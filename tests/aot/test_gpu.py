@@ -50,7 +50,8 @@ MODELS = [
     (2, 1, 256, "float32", "int8"),
     (3, 3, 96, "float32", "bfloat16"),
 ]
-HELD = (32, 32, 128, "bfloat16", "bfloat16")  # of which the registers are held to ceilings, on every device
+# Of these the registers and instructions are held to ceilings, on every device.
+HELD = ((32, 32, 128, "bfloat16", "bfloat16"), (7, 7, 128, "bfloat16", "int8"))
 DECODE, MIXED = (8, 8), (512, 32)  # tokens, chunks
 
 
@@ -70,7 +71,7 @@ def on_one(device: str) -> tuple[jax.sharding.Mesh, Callable[..., jax.ShapeDtype
     ("device", "heads", "kv_heads", "dim", "dtype", "pool"),
     # Some on both devices, the others on one of them unless all combinations are asked for.
     [
-        pytest.param(device, *model, marks=pytest.mark.weekly if model != HELD and (i + j) % 2 else ())
+        pytest.param(device, *model, marks=pytest.mark.weekly if model not in HELD and (i + j) % 2 else ())
         for i, model in enumerate(MODELS)
         for j, device in enumerate(DEVICES)
     ],
@@ -138,6 +139,8 @@ def test_kernels_fit_and_the_pool_is_never_copied(
             kernel=kernel.name,
             registers=kernel.registers,
             spilled=kernel.spilled,
+            reloads=kernel.reloads,
+            tile=kernel.tile,
             shared=kernel.shared,
             resident=resident,
             mma=kernel.tensor_cores,
@@ -147,14 +150,18 @@ def test_kernels_fit_and_the_pool_is_never_copied(
         assert (kernel.copies > 0) == ("tile" in kernel.name)
         if "tile" in kernel.name:  # a grid is one wave
             assert resident >= tilings[kernel.name].resident
-        # Some pointers; more where keys are widened from eight bits or to several parts.
-        assert kernel.spilled <= (0 if "tile" not in kernel.name else 256 if "int8" in pool else 32)
+        # What a part begins and ends with; in loops over tiles nothing, or 3% where keys are widened from int8.
+        assert kernel.spilled <= (0 if "tile" not in kernel.name else 512 if "int8" in pool else 32)
+        assert kernel.reloads <= (32 if "int8" in pool else 0)
+        assert kernel.byte_loads == 0
         assert (kernel.tf32 > 0) == ("tile" in kernel.name and "float32" in (dtype, pool))
-    if (heads, kv_heads, dim, dtype, pool) == HELD:
+    if (heads, kv_heads, dim, dtype, pool) in HELD:
         for kernel in found:
             name = re.sub(r"_kernel", "", kernel.name)
             figures = {"registers": kernel.registers, "bytes spilled": kernel.spilled}
-            hold(f"{device}, {name} of {bucket} tokens", figures)
+            if kernel.tile:
+                figures["instructions a tile"] = kernel.tile
+            hold(f"{device}, {name} of {bucket} tokens{' in int8' * (pool == 'int8')}", figures)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ class Kernel:
       name: the function's; of several from one function the second is name__1, in the order they were compiled.
       tensor_cores / tf32: products in its code that tensor cores take; those of TF32 among them.
       copies: instructions that copy to shared memory beside the arithmetic (cp.async).
+      tile: instructions of its shortest loop with products; 0 if it has none.
+      reloads: instructions in its innermost loops that read or write spilled registers.
+      byte_loads: instructions there that load single bytes from shared memory.
     """
 
     name: str
@@ -38,6 +41,9 @@ class Kernel:
     tensor_cores: int
     tf32: int
     copies: int
+    tile: int
+    reloads: int
+    byte_loads: int
 
     def resident(self, shared: int) -> int:
         """The programs that a processor with so many bytes of shared memory runs at once.
@@ -70,7 +76,8 @@ def compiled() -> Iterator[list[Any]]:
 
 def assembled(made: Iterable[Any], folder: Path) -> list[Kernel]:
     """Kernels as the assembler has them; their code goes to a folder."""
-    (package,) = importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations  # type: ignore[union-attr]
+    packages = ("nvidia.cuda_nvcc", "triton.backends.nvidia")
+    nvidia, triton = (importlib.util.find_spec(x).submodule_search_locations[0] for x in packages)  # type: ignore[union-attr, index]
     found, seen = [], Counter[str]()
     for each in made:
         name, text = each.metadata.name, each.asm["ptx"]
@@ -79,8 +86,12 @@ def assembled(made: Iterable[Any], folder: Path) -> list[Kernel]:
         path = folder / f"{title}.ptx"
         path.write_text(text)
         target = re.findall(r"\.target (\w+)", text)[0]
-        command = [f"{package}/bin/ptxas", "-v", "--gpu-name", target, str(path), "-o", "/dev/null"]
+        code = path.with_suffix(".cubin")
+        command = [f"{nvidia}/bin/ptxas", "-v", "--gpu-name", target, str(path), "-o", str(code)]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [f"{triton}/bin/nvdisasm", "-c", str(code)]
+        loops = innermost_loops(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        products = [len(re.findall(r";", loop)) for loop in loops if "MMA" in loop]
         registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
         found.append(
             Kernel(
@@ -92,6 +103,19 @@ def assembled(made: Iterable[Any], folder: Path) -> list[Kernel]:
                 tensor_cores=len(re.findall(r"\b(?:wg)?mma(?:\.\w+)*\.m\d+n\d+k\d+", text)),
                 tf32=len(re.findall(r"mma\S*\.tf32\.tf32", text)),
                 copies=text.count("cp.async.cg"),
+                tile=min(products, default=0),
+                reloads=len(re.findall(r"\b(?:LDL|STL)\b", "".join(loops))),
+                byte_loads=len(re.findall(r"\bLDS\.[US]8\b", "".join(loops))),
             )
         )
     return found
+
+
+def innermost_loops(code: str) -> list[str]:
+    """The loops without another inside, of a kernel as nvdisasm prints it."""
+    lines = code.splitlines()
+    labels = {line.strip(": "): i for i, line in enumerate(lines) if re.match(r"\s*\.L_x_\d+:", line)}
+    jumps = ((re.search(r"BRA.*`\((\.L_x_\d+)\)", line), i) for i, line in enumerate(lines))
+    loops = [(labels[found[1]], end) for found, end in jumps if found and labels[found[1]] < end]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return ["\n".join(lines[start : end + 1]) for start, end in inner]
