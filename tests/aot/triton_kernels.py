@@ -91,7 +91,7 @@ def assembled(made: Iterable[Any], folder: Path) -> list[Kernel]:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         command = [f"{triton}/bin/nvdisasm", "-c", str(code)]
         loops = innermost_loops(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        products = [len(re.findall(r";", loop)) for loop in loops if "MMA" in loop]
+        products = [len(re.findall(r";", loop)) for loop in loops if re.search(r"\bHG?MMA\b", loop)]
         registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
         found.append(
             Kernel(
