@@ -111,7 +111,7 @@ test-aot-tpu-plans: $(TPU_STAMP)
 # The compiler logs stack traces; where llvm-symbolizer is installed, naming their functions takes most of the time.
 ifneq ($(PYTHON312),)
 test-aot-gpu: $(GPU_STAMP)
-	LLVM_DISABLE_SYMBOLIZATION=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py tests/aot/test_gpu_steps.py tests/aot/test_block_copies.py $(ACCELERATORS) $(ARGS)
+	LLVM_DISABLE_SYMBOLIZATION=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_gpu.py tests/aot/test_gpu_products.py tests/aot/test_gpu_steps.py tests/aot/test_block_copies.py $(ACCELERATORS) $(ARGS)
 	TRITON_INTERPRET=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest $(AOT) tests/pallas_kernels/test_gpu_hopper.py $(filter-out --write-ceilings,$(ARGS))
 else
 test-aot-gpu:

@@ -41,8 +41,8 @@ def power_of_two(n: int) -> int:
 
 
 def width(shape: AttentionShape) -> int:
-    """The width of a tile for head_dim D."""
-    return max(power_of_two(shape.head_dim), LEAST_DOT)
+    """The width of a tile for head_dim D; an int8 pool has products of half of it."""
+    return max(power_of_two(shape.head_dim), LEAST_DOT * (2 if shape.pool_dtype == np.int8 else 1))
 
 
 def is_exact(shape: AttentionShape) -> bool:

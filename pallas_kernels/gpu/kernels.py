@@ -3,7 +3,9 @@
 Arrays are those of `layout`: q and out [T, N, D]; keys and values of the pool [n_blocks, K, BLOCK, D], their scales
 [n_blocks, K, BLOCK]; tables int32[C, MAX_BLOCKS]; items int32[n, 4]; parts of contexts [n, MOST_PARTS, N, D] and
 [n, MOST_PARTS, N], of n items or tokens. Names in capitals are constants of a compiled kernel: HEADS is N, KV_HEADS is
-K, WIDTH the least power of two that is at least DIM, which is D, and INDICES that of items or of parts.
+K, WIDTH the least power of two that is at least DIM, which is D, and INDICES that of items or of parts. WORD numbers
+are loaded as one, two of an int8 pool. Queries and sums are then in two parts, for even and for odd dimensions: tensor
+cores' loads take words, and bytes would be loaded one by one.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ def _step(
     SOFT_CAP: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Add tile i of a context to a running softmax: maximum and total [rows], acc [rows, D].
+    """Add tile i of a context to a running softmax: maximum and total [rows], acc WORD times [rows, D / WORD].
 
     Where it is masked, slots that no query sees are read as zeros: they may hold NaN, and 0 * NaN is NaN.
     """
@@ -277,7 +279,7 @@ def tile_kernel(
     where an item has one query, of items.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    WORD: tl.constexpr = 1 if key_scales is None else 2  # numbers that are loaded as one
+    WORD: tl.constexpr = 1 if key_scales is None else 2
     if WORD == 2:
         keys, values = keys.to(tl.pointer_type(tl.int16)), values.to(tl.pointer_type(tl.int16))
     factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP is None else 1.0

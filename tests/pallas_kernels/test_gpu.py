@@ -112,6 +112,7 @@ def test_refusals():
         ({"num_heads": 96, "num_kv_heads": 1, "dtype": np.dtype(np.float32)}, "it serves up to 64"),
         ({"dtype": np.dtype(np.float16)}, "queries of float16"),
         ({"pool_dtype": np.dtype(np.uint8)}, "pool of uint8"),
+        ({"pool_dtype": np.dtype(np.int8), "head_dim": 7}, "head_dim 7 with an int8 pool"),
     ):
         assert words in (GpuBackend().supports(dataclasses.replace(SHAPE, **change)) or "")
 
