@@ -170,8 +170,9 @@ def _step(
     SOFT_CAP: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Add tile i of a context to a running softmax: maximum and total [rows], acc WORD times [rows, D / WORD].
+    """Add tile i of a context to a running softmax.
 
+    The softmax is maximum and total, [rows] each, and acc, which is WORD arrays of [rows, D / WORD].
     Where it is masked, slots that no query sees are read as zeros: they may hold NaN, and 0 * NaN is NaN.
     """
     WORDS: tl.constexpr = DIM // WORD
