@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 # Two words to their low and to their high bytes in bfloat16. 0x4300 + n is 128 + n for n below 128, and 0x4380 is 256:
 # a byte is 128 + its low bits, less 128 or, with the sign's bit, 256.
-_TO_BFLOAT16 = """{
+_BYTES_TO_BFLOAT16 = tl.constexpr("""{
     .reg .b32 high, number, sign, minus;
     mov.b32 minus, 0xbf80bf80;
     lop3.b32 number, $2, 0x007f007f, 0x43004300, 0xea;
@@ -30,8 +30,7 @@ _TO_BFLOAT16 = """{
     lop3.b32 number, high, 0x007f007f, 0x43004300, 0xea;
     lop3.b32 sign, high, 0x00800080, 0x43004300, 0xea;
     fma.rn.bf16x2 $1, sign, minus, number;
-}"""
-_BYTES = tl.constexpr(_TO_BFLOAT16)
+}""")
 
 
 # Writing.
@@ -127,7 +126,7 @@ def _numbers(words, OPERANDS: tl.constexpr):
     if words.dtype == tl.int16:
         if tl.bfloat16 == OPERANDS:
             numbers = tl.inline_asm_elementwise(
-                _BYTES, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                _BYTES_TO_BFLOAT16, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
             )
         else:
             numbers = (((words << 8) >> 8).to(OPERANDS), (words >> 8).to(OPERANDS))
