@@ -249,7 +249,7 @@ class ServerApp:
           The ports in use (port 0 picks a free one).
 
         Raises:
-          RuntimeError, OSError: a port cannot be opened.
+          OSError: a port cannot be opened; the message names its address.
         """
         self.application.start()
         try:
@@ -257,7 +257,7 @@ class ServerApp:
             if http_port is not None:
                 http_port = await self._http.start(host, http_port)
         except BaseException:
-            self.application.stop()
+            await self.stop()
             raise
         return port, http_port
 

@@ -17,7 +17,7 @@ from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from server import heap
 from server.commands import hosts
-from server.commands.console import UserError, address, progress_bars, say, say_defaults, say_tools, show, user_errors
+from server.commands.console import progress_bars, say, say_defaults, say_tools, show, user_errors
 from server.engine_process import exit_codes
 from server.engine_process.job import EngineJob
 from server.engine_process.remote_engine import RemoteEngine
@@ -89,11 +89,8 @@ class ServerLifecycle:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        host, port, http_port = self.settings.host, self.settings.port, self.settings.http_port
-        try:
-            self._ports = await self.app.start(host, port, http_port)
-        except (RuntimeError, OSError) as problem:
-            raise UserError(f"cannot listen on {address(host, port)} and {http_port}: {problem}") from None
+        with user_errors():
+            self._ports = await self.app.start(self.settings.host, self.settings.port, self.settings.http_port)
 
     def _on_signal(self, number: int) -> None:
         if self.stopping.is_set():

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from jaxserve.generation.completion import Completion
 from jaxserve.request import FinishReason
-from server import vllm_metrics
+from server import ports, vllm_metrics
 from server.call import Observer, RequestTiming
 from server.engine_client import EngineNotReady
 from server.errors import ApiError, ErrorKind
@@ -230,9 +230,10 @@ class Metrics(Observer):
         """Serves /metrics on a separate port, without keys; returns a function that stops it.
 
         Raises:
-          OSError: the port cannot be opened.
+          OSError: the port cannot be opened; the message names its address.
         """
-        server, thread = start_http_server(port, host, self._registry)
+        with ports.opening(host, port):
+            server, thread = start_http_server(port, host, self._registry)
 
         def end() -> None:
             server.shutdown()

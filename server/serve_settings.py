@@ -115,6 +115,11 @@ class ServeSettings:
             raise ValueError("--log-prompts needs --request-log")
         if (self.kv_events_replay or self.kv_events_topic) and self.kv_events in (None, "grpc"):
             raise ValueError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
+        taken: dict[int, str] = {}
+        for name in ("port", "http_port", "metrics_port"):
+            port, flag = getattr(self, name), SERVE_PARAMS[name].flag
+            if port and taken.setdefault(port, flag) != flag:
+                raise ValueError(f"{taken[port]} and {flag} are both {port}; give each a port of its own")
 
     @property
     def name(self) -> str:

@@ -59,11 +59,6 @@ def tables() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
-def address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def say(message: str) -> None:
     print(f"jaxserve: {message}", file=sys.stderr, flush=True)
 

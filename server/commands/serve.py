@@ -7,15 +7,14 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
 import sys
 from pathlib import Path
 
 from jaxserve.profiler import Profiler
-from server import tls
+from server import ports, tls
 from server.auth import ApiKeys
 from server.commands import flags, hosts, hub, interrupt, settings
-from server.commands.console import UserError, address, check_folder, console, user_errors
+from server.commands.console import check_folder, console, user_errors
 from server.commands.engine_start import add_model_flags, model_directory, start_engine
 from server.serve_settings import SERVE_PARAMS, ServeSettings
 
@@ -96,9 +95,10 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(
             hosts.follow_in_own_process(chosen.model, chosen.engine, chosen.cluster, chosen.restarts, chosen.profile)
         )
-    for port in (chosen.port, chosen.http_port, chosen.metrics_port):
-        if port is not None:
-            _check_free(chosen.host, port)  # now, not after minutes of loading
+    with user_errors():
+        for port in (chosen.port, chosen.http_port, chosen.metrics_port):
+            if port is not None:
+                ports.check_free(chosen.host, port)  # now, not after minutes of loading
     from server import lifecycle
 
     if not chosen.in_process:
@@ -111,17 +111,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_free(host: str, port: int) -> None:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except (OSError, UnicodeError) as problem:  # UnicodeError: the text cannot be a host name
-        why = getattr(problem, "strerror", None) or problem
-        raise UserError(f"cannot listen on {address(host, port)}: {why}") from None
-
-
 def _greet(chosen: ServeSettings, port: int, http_port: int | None, *, has_tokenizer: bool) -> None:
     """Shows where the server listens, and commands that call it.
 
@@ -130,17 +119,17 @@ def _greet(chosen: ServeSettings, port: int, http_port: int | None, *, has_token
     """
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(chosen.host, chosen.host)
     out = console()
-    http = "" if http_port is None else f" and on {address(chosen.host, http_port)} (HTTP, a page at /)"
-    listening = address(chosen.host, port)
+    http = "" if http_port is None else f" and on {ports.address(chosen.host, http_port)} (HTTP, a page at /)"
+    listening = ports.address(chosen.host, port)
     out.print(f"[bold]ready[/bold] on {listening} (gRPC jaxserve.v1.Inference, health, reflection){http}. Try:")
     if not has_tokenizer:
         out.print("\n[bold]This checkpoint has no tokenizer[/bold]: prompts and answers are token ids.")
     if has_tokenizer:
-        out.print(f'\n  {_command()} client --server {address(near, port)} "It was a"\n', markup=False)
+        out.print(f'\n  {_command()} client --server {ports.address(near, port)} "It was a"\n', markup=False)
     if http_port is not None:
         prompt = {"prompt": "It was a"} if has_tokenizer else {"prompt": [1, 2, 3], "return_token_ids": True}
         body = json.dumps({"model": chosen.name} | prompt)
-        url = f"http://{address(near, http_port)}/v1/completions"
+        url = f"http://{ports.address(near, http_port)}/v1/completions"
         out.print(f"  curl {url} -H 'Content-Type: application/json' -d '{body}'\n", markup=False)
 
 

@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from server import ports
 from server.auth import OPEN_SERVICES, ApiKeys, KeyInterceptor
 from server.compat import kserve, vllm
 from server.grpc import calls
@@ -86,8 +87,9 @@ class GrpcServer:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port in use. Raises RuntimeError if it cannot be opened."""
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """Listens. Returns the port in use. Raises OSError, which names the address."""
+        ports.check_free(host, port)  # grpc would log, and not tell why
+        where = ports.address(host, port)
         if self._tls is None:
             port = self._server.add_insecure_port(where)
         else:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server import ports
 from server.tls import Tls
 
 MAX_HEADER_BYTES = 32 * 2**10  # of the request line and headers together
@@ -204,19 +205,17 @@ class HttpListener:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port in use. Raises OSError if it cannot be opened."""
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
+        """Listens. Returns the port in use. Raises OSError, which names the address."""
+        with ports.opening(host, port), contextlib.ExitStack() as failing:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = failing.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _TCP.items():
                 if hasattr(socket, name):  # platforms differ
                     listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             listening.bind(address)
-        except OSError:
-            listening.close()
-            raise
+            failing.pop_all()
         port = listening.getsockname()[1]
         if self._own_hosts is not None and is_loopback(str(address[0])):
             self._guard.hosts = frozenset(("localhost", "127.0.0.1", "::1", str(address[0]), host, *self._own_hosts))

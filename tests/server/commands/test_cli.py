@@ -138,6 +138,8 @@ def test_help_and_version_need_no_jax() -> None:
         ("serve --port 70000", "--port is 70000; it must be a whole number from 0 to 65535"),
         ("serve --http-port 70000", "--http-port is 70000"),
         ("serve --metrics-port 70000", "--metrics-port is 70000"),
+        ("serve --port 7000 --http-port 7000", "--port and --http-port are both 7000; give each a port of its own"),
+        ("serve --http-port 7 --metrics-port 7", "--http-port and --metrics-port are both 7; give each a port"),
         ("serve --stall-seconds 0", "--stall-seconds is 0.0; it must be above 0"),
         ("serve --host not.a.host.invalid", "cannot listen on not.a.host.invalid:50051"),
         ("serve --host not..one", "cannot listen on not..one:50051"),
