@@ -23,7 +23,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from benchmarks.started_server import free_port, started_server
+from benchmarks.free_ports import free_ports
+from benchmarks.started_server import started_server
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from server.commands.bench import flags, machine, report
@@ -292,7 +293,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Soaks a server; prints and writes what became of the polite callers. Returns 1 if an answer is wrong or lost."""
-    minutes, console, http_port = 1.0 if args.quick else args.minutes, tables(), free_port()
+    minutes, console, (http_port,) = 1.0 if args.quick else args.minutes, tables(), free_ports(1)
     with tempfile.TemporaryDirectory() as folder, slow_file(Path(folder)) as (path, disk):
         more = ["--supervise", "--http-port", str(http_port), "--request-log", str(path), "--log-prompts"]
         with progress_bars(), started_server(DEMO_MODEL, _CONFIG, args.out / "server-faults.log", more) as server:

@@ -18,7 +18,8 @@ from typing import Any
 import grpc
 from rich.table import Table
 
-from benchmarks.started_server import free_port, started_server
+from benchmarks.free_ports import free_ports
+from benchmarks.started_server import started_server
 from jaxserve.config import EngineConfig
 from jaxserve.demo import DEMO_MODEL
 from server.commands import flags
@@ -57,7 +58,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 @contextlib.contextmanager
 def full_server(log: Path) -> Iterator[tuple[int, str, int]]:
     """The process id, gRPC address and HTTP port of a server whose queue stays full while the block lasts."""
-    http_port = free_port()
+    (http_port,) = free_ports(1)
     config = EngineConfig(max_rows=1, max_context=_CONTEXT, max_queued_requests=1)
     more = ["--http-port", str(http_port), "--stall-seconds", "100000"]
     with started_server(DEMO_MODEL, config, log, more) as server, grpc.insecure_channel(server.address) as channel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.free_ports import free_ports
 from jaxserve.config import ENGINE_PARAMS, EngineConfig
 from server.commands.bench import load_generator
 from server.commands.flags import is_switch
@@ -39,7 +39,7 @@ def started_server(model: Path, config: EngineConfig, log: Path, more: Sequence[
     Raises:
       ValueError: the server ended before it was ready; the message holds the end of its output.
     """
-    port = free_port()
+    (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "server.commands.cli", "serve", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--http-port", "off", *engine_arguments(config), *more]
@@ -90,10 +90,3 @@ def _await_healthy(address: str, process: subprocess.Popen[bytes], log: Path) ->
             except grpc.RpcError:
                 pass  # not listening yet, or the service is not registered yet
             time.sleep(0.2)
-
-
-def free_port() -> int:
-    """A port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

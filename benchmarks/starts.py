@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.started_server import free_port
+from benchmarks.free_ports import free_ports
 from server.commands.bench import machine
 from server.commands.console import UserError, check_positive, say, tables
 
@@ -72,9 +72,9 @@ def start(python: Path, more: Sequence[str], caches: Path) -> dict[str, float]:
     Raises:
       UserError: the server ended before it was ready; the message holds the end of its output.
     """
-    port = free_port()
+    port, http_port = free_ports(2)
     command = [python, "-P", "-m", "server.commands.cli", "serve", *more]
-    command += ["--port", str(free_port()), "--http-port", str(port)]
+    command += ["--port", str(port), "--http-port", str(http_port)]
     began, lines = time.perf_counter(), list[str]()
     with subprocess.Popen(
         command,
@@ -92,7 +92,7 @@ def start(python: Path, more: Sequence[str], caches: Path) -> dict[str, float]:
                 break
         else:
             raise UserError(f"the server ended before it was ready:\n{''.join(lines[-5:])}")
-        answer(port)
+        answer(http_port)
         seconds = time.perf_counter() - began
         process.terminate()
         process.stdout.read()  # or it might wait for somebody who reads

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import ray
 from ray import cluster_utils, serve
 from ray.serve.config import gRPCOptions
 
+from benchmarks.free_ports import free_ports
 from server.ray import RayConfig, deployment, group
 
 ROOT = Path(__file__).parents[2]
@@ -43,11 +43,7 @@ class Cluster:
 
     def __init__(self, nodes: int = 1, others: Sequence[tuple[dict[str, str], dict[str, float]]] = ()) -> None:
         self._mark = uuid.uuid4().hex
-        with contextlib.ExitStack() as stack:
-            free = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for each in free:
-                each.bind(("127.0.0.1", 0))
-            port, self.metrics_port, grpc_port = (each.getsockname()[1] for each in free)
+        port, self.metrics_port, grpc_port = free_ports(3)
         self.url, self.grpc_address = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
         self.environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self._mark}}
         self._nodes = cluster_utils.Cluster()

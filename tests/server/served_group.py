@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.free_ports import free_ports
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_ports
+from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_address
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 DEADLINE = 2.0  # of an iteration, seconds
@@ -70,9 +71,9 @@ class Group:
         of_host: Sequence[Sequence[str]] = ((), ()),
     ) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
-        port = free_ports().rpartition(":")[2]
+        port = str(free_ports(1)[0])
         self.address = f"127.0.0.1:{port}"
-        common = [*FLAGS.split(), "--port", port, "--coordinator", coordinator or free_ports()]
+        common = [*FLAGS.split(), "--port", port, "--coordinator", coordinator or free_address()]
         common += ["--flight-folder", str(folder), *flags]
         self.logs = [folder / f"host-{host}.log" for host in range(2)]
         self.fronts: list[subprocess.Popen[bytes]] = []

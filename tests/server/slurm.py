@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.free_ports import free_ports
 from tests.jaxserve.multihost.processes import WAIT_SECONDS
 from tests.server.served_group import until
 
@@ -50,18 +51,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         pytest.skip(f"Slurm is not installed: no {', '.join(missing)} (apt-get install slurm-wlm munge)")
     configuration, node = folder / "slurm.conf", socket.gethostname().partition(".")[0]
     environment = {"PATH": path, "SLURM_CONF": str(configuration)}
-    with socket.socket() as controller, socket.socket() as daemon:
-        for each in (controller, daemon):
-            each.bind(("127.0.0.1", 0))
-        configuration.write_text(
-            _CONFIGURATION.format(
-                node=node,
-                controller=controller.getsockname()[1],
-                daemon=daemon.getsockname()[1],
-                folder=folder,
-                user=getpass.getuser(),
-            )
-        )
+    controller, daemon = free_ports(2)
+    configuration.write_text(
+        _CONFIGURATION.format(node=node, controller=controller, daemon=daemon, folder=folder, user=getpass.getuser())
+    )
     for name in ("state", "spool"):
         (folder / name).mkdir()
     key = folder / "munge.key"

@@ -9,8 +9,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from benchmarks.free_ports import free_ports
 from tests.clients.run import FOLDER, environment
-from tests.server.commands.serve_process import HOST, free_ports, running
+from tests.server.commands.serve_process import HOST, running
 
 DYNAMO = "ai-dynamo-runtime==1.6.1"
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from server.commands import cli
 from server.engine_process import exit_codes
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.jaxserve.multihost.processes import WAIT_SECONDS, Cable, free_ports
+from tests.jaxserve.multihost.processes import WAIT_SECONDS, Cable, free_address
 from tests.server.served_group import AT_WORK, DEADLINE, START_SECONDS, WAITING, Callers, Group, group, until
 
 pytestmark = pytest.mark.processes
@@ -147,7 +147,7 @@ def test_host_whose_work_fails(tmp_path, cache, host, fault, cause) -> None:
 
 @pytest.mark.parametrize("way", ["close", pytest.param("fall_silent", marks=pytest.mark.exhaustive)])
 def test_a_stream_of_plans_that_is_cut(tmp_path, cache, way) -> None:
-    coordinator = free_ports()
+    coordinator = free_address()
     with contextlib.closing(Cable(int(coordinator.rpartition(":")[2]))) as cable:
         over = ["--coordinator", cable.address]
         flags = ["--compilation-cache", str(cache)]

@@ -17,6 +17,7 @@ import grpc
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.free_ports import free_ports
 from jaxserve import models, weights
 from jaxserve.config import EngineConfig
 from jaxserve.multihost.config import ClusterConfig
@@ -28,7 +29,7 @@ from server.engine_process.supervisor import Supervisor
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, Grammar, StartProfileRequest, StopProfileRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
 from tests.fixtures.texts import printable_tokenizer
-from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_ports
+from tests.jaxserve.multihost.processes import ROOT, WAIT_SECONDS, free_address
 from tests.server import served_group
 
 FLAGS = (
@@ -50,7 +51,7 @@ def model(tmp_path) -> Path:
 def hosts(model, tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
     """Two of them."""
     started: list[subprocess.Popen[str]] = []
-    flags = [*FLAGS.split(), "--model", str(model), "--coordinator", free_ports(), "--flight-folder", str(tmp_path)]
+    flags = [*FLAGS.split(), "--model", str(model), "--coordinator", free_address(), "--flight-folder", str(tmp_path)]
     for host in range(2):
         process = subprocess.Popen(
             [sys.executable, "-m", "server.commands.cli", "serve", "--host-id", str(host), *flags],
@@ -112,7 +113,7 @@ def test_a_text_is_held_to_its_grammar(hosts) -> None:
 @pytest.mark.processes
 def test_replicas_are_served_and_named_when_their_host_is_lost(tmp_path) -> None:
     """One on each host: both take calls of both protocols, and all callers are told which host is lost."""
-    http = free_ports().rpartition(":")[2]
+    http = str(free_ports(1)[0])
     flags = f"--stages 1 --replicas 2 --http-port {http} --compilation-cache {tmp_path / 'programs'}"
     with served_group.group(tmp_path, flags.split()) as it:
         it.until_told(0, "ready on ")
@@ -157,7 +158,7 @@ def listening_at(port: int) -> str:
 @pytest.mark.processes
 def test_strangers_are_counted_and_named(tmp_path) -> None:
     """They change nothing for those who are served; jax's own service has no port to connect to."""
-    secret, coordinator, metrics = tmp_path / "secret", free_ports(), free_ports()
+    secret, coordinator, metrics = tmp_path / "secret", free_address(), free_address()
     secret.write_text("a secret of 24 bytes or so\n")
     flags, of_host = ["--hosts-secret", str(secret)], [["--metrics-port", metrics.rpartition(":")[2]], []]
 

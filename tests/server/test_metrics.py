@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import re
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.free_ports import free_ports
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import Chunk
 from server.live import LiveStats
@@ -112,9 +112,7 @@ def test_gauges_are_of_this_moment(serve: Serve) -> None:
 
 def test_a_scraper_has_a_port_of_its_own(serve: Serve) -> None:
     async def scenario(it: Served) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         end = it.app.metrics.serve("127.0.0.1", port)
         try:
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.multihost.config import ClusterConfig
 from jaxserve.multihost.group import HostGroup
 from jaxserve.multihost.worker import MasterConnection
-from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports
+from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_address
 
 SECRET = b"a secret of 24 bytes or so"
 FACTS = [("max_rows", "4"), ("the model's fingerprint", "abc")]
@@ -52,7 +52,7 @@ def join(group: HostGroup, membership: MasterConnection) -> None:
 
 def joined(ends: Ends | None = None, **settings: Any) -> tuple[HostGroup, MasterConnection]:
     """Both hosts, past the handshake."""
-    coordinator = free_ports()
+    coordinator = free_address()
     group, membership = listening(coordinator, ends, **settings), worker(coordinator, ends, **settings)
     join(group, membership)
     return group, membership

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.free_ports import free_ports
+
 ROOT = Path(__file__).parents[3]
 WAIT_SECONDS = 120.0  # the bound of every wait; nothing ever takes this long
 
@@ -83,15 +85,9 @@ class Hangs(Exception):
     """A process neither prints nor ends."""
 
 
-def free_ports() -> str:
-    """HOST:PORT with the next port free as well."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return f"127.0.0.1:{port}"
+def free_address() -> str:
+    """HOST:PORT for a coordinator, which takes the next port as well."""
+    return f"127.0.0.1:{free_ports(2)[0]}"
 
 
 class Cable:
@@ -149,7 +145,7 @@ def group(
     module: str, hosts: list[dict], folder: Path, *, coordinator: str | None = None, **environment: str
 ) -> Iterator[list[Host]]:
     """A process for each, which have ended when this has."""
-    common = {"hosts": len(hosts), "coordinator": coordinator or free_ports(), "folder": str(folder)}
+    common = {"hosts": len(hosts), "coordinator": coordinator or free_address(), "folder": str(folder)}
     started = [Host(module, common | {"host": index} | told, folder, environment) for index, told in enumerate(hosts)]
     try:
         yield started

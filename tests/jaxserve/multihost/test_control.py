@@ -14,7 +14,7 @@ from jaxserve.multihost import startup as start
 from jaxserve.multihost.failure import ExitCode
 from jaxserve.multihost.failure_detector import STARTING_SILENCE
 from tests.jaxserve.multihost.groups import Ends, aside, join, joined, listening, place, worker
-from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports
+from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_address
 
 
 def test_the_least_number_is_agreed_on() -> None:
@@ -66,7 +66,7 @@ def test_invalid_message_fails_the_group() -> None:
 def test_alive_reports_the_allowed_silence(monkeypatch) -> None:
     """Not half a second later: should the worker be stopped meanwhile, what held before would hold for as long."""
     monkeypatch.setattr(process_watchdog, "BEAT", 3600.0)  # beats once, at the start
-    allowed, coordinator = queue.SimpleQueue(), free_ports()
+    allowed, coordinator = queue.SimpleQueue(), free_address()
     group = listening(coordinator)
     join(group, worker(coordinator, alive=allowed.put))
     assert allowed.get(timeout=WAIT_SECONDS) == STARTING_SILENCE

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.multihost import flight_recorder
 from jaxserve.multihost.failure import ExitCode
-from tests.jaxserve.multihost.processes import Cable, Host, free_ports, group
+from tests.jaxserve.multihost.processes import Cable, Host, free_address, group
 
 pytestmark = pytest.mark.processes
 
@@ -100,7 +100,7 @@ def test_a_worker_whose_own_work_throws(tmp_path) -> None:
     [("close", "control stream ended"), ("fall_silent", "it sent nothing for")],
 )
 def test_a_stream_of_plans_that_is_cut(tmp_path, how, told_of) -> None:
-    coordinator = free_ports()
+    coordinator = free_address()
     told = {"stages": 2, "deadline": DEADLINE}
     with (
         contextlib.closing(Cable(int(coordinator.rpartition(":")[2]))) as cable,

@@ -13,7 +13,7 @@ from jaxserve.multihost import channel, handshake
 from jaxserve.multihost import control_pb2 as pb
 from jaxserve.multihost.config import TlsFiles
 from tests.jaxserve.multihost.groups import FACTS, SECRET, Ends, join, joined, listening, place, until, worker
-from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_ports, make_certificates
+from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_address, make_certificates
 
 
 def stranger(coordinator: str, *said: Callable[[pb.Hello, pb.Challenge], pb.FromWorker]) -> list[pb.FromMaster]:
@@ -39,7 +39,7 @@ def test_hosts_prove_that_they_know_the_secret() -> None:
 
 @pytest.mark.parametrize("theirs", [None, b"another secret, long enough"])
 def test_a_host_with_another_secret_is_told_of_it(theirs) -> None:
-    coordinator = free_ports()
+    coordinator = free_address()
     group = listening(coordinator, shared_secret=SECRET)
     with pytest.raises(ValueError, match="has another secret: give every host the same --hosts-secret"):
         worker(coordinator, shared_secret=theirs).join()
@@ -50,7 +50,7 @@ def test_a_host_with_another_secret_is_told_of_it(theirs) -> None:
 @pytest.mark.parametrize("up", [False, True])
 def test_a_stranger_learns_nothing_and_ends_nothing(up) -> None:
     """Without facts or with those of another group, whatever it uses as a proof: before and after the group is up."""
-    coordinator, ends = free_ports(), Ends()
+    coordinator, ends = free_address(), Ends()
     group, membership = (
         listening(coordinator, ends, shared_secret=SECRET),
         worker(coordinator, ends, shared_secret=SECRET),
@@ -98,7 +98,7 @@ def test_a_replayed_proof_proves_nothing() -> None:
 
 
 def test_a_hello_without_facts_is_a_strangers() -> None:
-    coordinator = free_ports()
+    coordinator = free_address()
     group = listening(coordinator)
     assert len(stranger(coordinator, lambda h, c: pb.FromWorker(join=handshake.join(None, h, c, 1, [])))) == 1
     join(group, worker(coordinator))
@@ -107,7 +107,7 @@ def test_a_hello_without_facts_is_a_strangers() -> None:
 
 
 def test_who_says_no_hello_is_no_host(caplog) -> None:
-    coordinator = free_ports()
+    coordinator = free_address()
     group = listening(coordinator)
     open_stream = channel.connect(place(1, coordinator))
     for said in ([], [pb.FromWorker(heartbeat=pb.Heartbeat())]):
@@ -122,7 +122,7 @@ def test_who_says_no_hello_is_no_host(caplog) -> None:
 
 def test_who_says_nothing_keeps_no_host_out(monkeypatch) -> None:
     monkeypatch.setattr(handshake, "_SECONDS", 1.0)
-    coordinator = free_ports()
+    coordinator = free_address()
     group = listening(coordinator)
     never: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
     streams = [channel.connect(place(1, coordinator))(iter(never.get, None)) for _ in range(12)]  # all threads
@@ -143,7 +143,7 @@ def test_mutual_tls(tmp_path) -> None:
         ca, certificate, key = ((folder / name).read_bytes() for name in ("ca.pem", "host.pem", "host.key"))
         return TlsFiles(authority=ca, certificate=certificate, key=key)
 
-    coordinator = free_ports()
+    coordinator = free_address()
     group = listening(coordinator, secrets=secrets(tmp_path))
     for theirs in (None, secrets(other), dataclasses.replace(secrets(other), authority=secrets(tmp_path).authority)):
         with pytest.raises(ValueError, match="host 0"):

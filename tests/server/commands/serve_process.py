@@ -4,7 +4,6 @@ import contextlib
 import http.server
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -85,14 +84,6 @@ def running(program: str, *flags: str, **settings: Any) -> Iterator[Server]:
                 os.kill(child, signal.SIGKILL)
         it.process.kill()
         it.process.communicate()
-
-
-def free_ports(count: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [str(probe.getsockname()[1]) for probe in probes]
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ import httpx2 as httpx
 import pytest
 import zmq
 
+from benchmarks.free_ports import free_ports
 from server.proto.jaxserve.v1.inference_pb2 import GenerateRequest, GetLoadRequest
 from server.proto.jaxserve.v1.inference_pb2_grpc import InferenceStub
-from tests.server.commands.serve_process import HOST, collector, free_ports, run_cli, running
+from tests.server.commands.serve_process import HOST, collector, run_cli, running
 from tests.server.test_kv_events_zmq import TOPIC, Subscriber
 
 STALL_SECONDS, DRAIN_SECONDS = 0.6, 0.5

@@ -14,8 +14,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from benchmarks.free_ports import free_ports
 from tests.clients.run import environment
-from tests.server.commands.serve_process import HOST, free_ports, running
+from tests.server.commands.serve_process import HOST, running
 
 SMG = "smg==1.13.0"
 FLAGS = (
@@ -87,7 +88,7 @@ def test_smg_follows_the_prefix_caches_of_two_servers(checkpoint: Path, launch: 
     """It is started before they are ready, and finds prompts that it never saw where they are cached."""
     ports, http_ports = free_ports(2), free_ports(2)
     flags = [
-        [*FLAGS.split(), str(checkpoint), "--port", port, "--http-port", http_port]
+        [*FLAGS.split(), str(checkpoint), "--port", str(port), "--http-port", str(http_port)]
         for port, http_port in zip(ports, http_ports, strict=True)
     ]
     with running("server.commands.cli serve", *flags[0]) as one, running("server.commands.cli serve", *flags[1]) as two:

@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from benchmarks.started_server import free_port
+from benchmarks.free_ports import free_ports
 from jaxserve.simulate.workload import Job, Workload
 from server.commands.bench import load_generator
 from server.proto.jaxserve.v1 import inference_pb2 as pb
@@ -92,4 +92,4 @@ def test_refusals_and_short_answers_are_failures(server):
 
 def test_address_without_a_server():
     with pytest.raises(ValueError, match="no server answers at"):
-        load_generator.get_model(f"127.0.0.1:{free_port()}", timeout=0.2)
+        load_generator.get_model(f"127.0.0.1:{free_ports(1)[0]}", timeout=0.2)
