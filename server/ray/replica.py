@@ -59,11 +59,11 @@ class Replica:
         self._reporting: asyncio.Task[None] | None = None
         group = None
         if hosts > 1:
-            group = Group(hosts=hosts, coordinator=_coordinator(), secret=secrets.token_hex(32).encode())
             placement = (
                 get_current_placement_group() if tpu_slice is None else tpu.slice_of_this_node(hosts, actor_options)
             )
-            await placement.ready()
+            await placement.ready()  # may take long, and a port is free only at the moment
+            group = Group(hosts=hosts, coordinator=_coordinator(), secret=secrets.token_hex(32).encode())
             self._hosts = _start_hosts(flags, group, actor_options, placement)
         self._settings = chosen = settings(flags, group)
         tokenizer = Tokenizer.from_directory(chosen.model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ import venv
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from benchmarks.free_ports import free_ports
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -73,8 +74,7 @@ def name_of(script: Path) -> str:
 @contextlib.contextmanager
 def server(*command: str) -> Iterator[tuple[str, str]]:
     """A server's URL and its gRPC address, once it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        port, http_port = (str(free.getsockname()[1]) for free in (first, second))
+    port, http_port = map(str, free_ports(2))
     process = subprocess.Popen([sys.executable, "-m", *command, "--port", port, "--http-port", http_port], cwd=ROOT)
     try:
         url, until = f"http://127.0.0.1:{http_port}", time.monotonic() + SECONDS
