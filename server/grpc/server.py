@@ -87,13 +87,14 @@ class GrpcServer:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port in use. Raises OSError, which names the address."""
+        """Listens. Returns the port in use. Raises OSError if it cannot be opened."""
         ports.check_free(host, port)  # grpc would log, and not tell why
         where = ports.address(host, port)
-        if self._tls is None:
-            port = self._server.add_insecure_port(where)
-        else:
-            port = self._server.add_secure_port(where, self._tls.grpc_credentials())
+        with ports.opening(host, port):
+            if self._tls is None:
+                port = self._server.add_insecure_port(where)
+            else:
+                port = self._server.add_secure_port(where, self._tls.grpc_credentials())
         await self.set_health(self._handler.unhealthy_reason is None)
         await self._server.start()
         return port

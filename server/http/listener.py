@@ -205,7 +205,7 @@ class HttpListener:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port in use. Raises OSError, which names the address."""
+        """Listens. Returns the port in use. Raises OSError if it cannot be opened."""
         with ports.opening(host, port), contextlib.ExitStack() as failing:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = failing.enter_context(socket.socket(family, kind, protocol))
