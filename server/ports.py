@@ -26,6 +26,6 @@ def opening(host: str, port: int) -> Iterator[None]:
     """Adds the address to an error of the block, which opens a port. Raises OSError."""
     try:
         yield
-    except (OSError, RuntimeError, UnicodeError) as problem:  # grpc's, and of a text that cannot be a host name
+    except (OSError, RuntimeError, UnicodeError) as problem:  # RuntimeError: grpc's; UnicodeError: no host name
         why = getattr(problem, "strerror", None) or problem
         raise OSError(f"cannot listen on {address(host, port)}: {why}") from None
