@@ -143,11 +143,11 @@ def pack(plan: IterationPlan, layout: BatchLayout, n_blocks: int) -> PackedPlan:
     """
     packed = np.zeros(layout.size, np.int32)
     chunks, changes = _split(packed, layout)
-    chunks[: len(plan.chunks)] = _table(plan.chunks, _CHUNK_FIELDS)
-    changes[:, 0] = layout.n_rows
+    chunks[:, : len(plan.chunks)] = _table(plan.chunks, _CHUNK_FIELDS).T
+    changes[0] = layout.n_rows
     if plan.table_changes:
-        changes[: len(plan.table_changes)] = _table(plan.table_changes, _CHANGE_FIELDS)
-    _check_tables(plan, changes[: len(plan.table_changes)], layout, n_blocks)
+        changes[:, : len(plan.table_changes)] = _table(plan.table_changes, _CHANGE_FIELDS).T
+    _check_tables(plan, changes[:, : len(plan.table_changes)].T, layout, n_blocks)
     admissions = tuple(pack_admission(admission, layout) for admission in plan.admissions)
     drafts = pack_drafts(plan.chunks, plan.drafts, layout) if plan.drafts else None
     copies = pack_copies(plan, layout, n_blocks) if plan.block_copies else None
@@ -200,8 +200,9 @@ def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
 
 
 def _split(packed, layout: BatchLayout):
+    """[fields, chunks] and [fields, changes]: a field is consecutive, as a device reads it."""
     cut = layout.chunks * _CHUNK_FIELDS
-    return packed[:cut].reshape(layout.chunks, _CHUNK_FIELDS), packed[cut:].reshape(layout.changes, _CHANGE_FIELDS)
+    return packed[:cut].reshape(_CHUNK_FIELDS, layout.chunks), packed[cut:].reshape(_CHANGE_FIELDS, layout.changes)
 
 
 def unpack(
@@ -212,28 +213,30 @@ def unpack(
 ) -> tuple[BatchView, Int32[jax.Array, "rows entries"]]:
     """Unpacks a plan into the view, with all groups' block tables, and the new tables. Traced."""
     chunks, changes = _split(packed, layout)
-    rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
-    tables = tables.at[changes[:, 0], changes[:, 1]].set(changes[:, 2], mode="drop")
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-    flat = jnp.arange(layout.bucket, dtype=jnp.int32)
-    # All comparisons at once: a binary search is a loop, and an accelerator launches each step separately.
-    token_chunk = jnp.searchsorted(offsets[1:], flat, side="right", method="compare_all")
-    token_chunk = jnp.minimum(token_chunk, layout.chunks - 1).astype(jnp.int32)
-    in_use = flat < offsets[-1]
-    positions = jnp.where(in_use, starts[token_chunk] + flat - offsets[token_chunk], 0)
-    token_rows = rows[token_chunk]
+    rows, starts, lengths, _ = chunks
+    row, column, block = changes
+    tables = tables.at[row, column].set(block, mode="drop")
+    # By comparing all with all: a scan, a binary search and look-ups are several operations each for an accelerator.
+    flat, index = jnp.arange(layout.bucket, dtype=jnp.int32), jnp.arange(layout.chunks + 1, dtype=jnp.int32)
+    offsets = jnp.sum(jnp.where(index[:-1] < index[:, None], lengths, 0), axis=1, dtype=jnp.int32)
+    is_later = offsets[1:] <= flat[:, None]  # [T, C]
+    is_in = ~is_later & (offsets[:-1] <= flat[:, None])
+    token_chunk = jnp.minimum(jnp.sum(is_later, axis=1, dtype=jnp.int32), layout.chunks - 1)
+    base = jnp.sum(jnp.where(is_in, starts - offsets[:-1], 0), axis=1, dtype=jnp.int32)
+    token_rows = jnp.sum(jnp.where(is_in, rows, 0), axis=1, dtype=jnp.int32)
+    positions = jnp.where(flat < offsets[-1], base + flat, 0)
     batch = AttentionBatch(
         query_offsets=offsets,
         kv_lens=jnp.where(lengths > 0, starts + lengths, 0),
-        block_tables=tables[rows],
+        block_tables=tables.at[rows].get(mode="promise_in_bounds"),
         token_chunk=token_chunk,
         positions=positions,
     )
     last, points = _points(chunks, offsets, layout)
     tokens = next_tokens = None
     if history is not None:
-        tokens = history[token_rows, positions]
-        next_tokens = history[token_rows, jnp.minimum(positions + 1, layout.max_context - 1)]
+        both = jnp.stack([positions, jnp.minimum(positions + 1, layout.max_context - 1)])
+        tokens, next_tokens = history.at[token_rows, both].get(mode="promise_in_bounds")
     return BatchView(batch, tokens, next_tokens, last, points), tables
 
 
@@ -264,10 +267,11 @@ def sample_points(points: Int32[jax.Array, "S 3"]) -> SamplePoints:
 
 
 def _points(
-    chunks: Int32[jax.Array, "C 4"], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
+    chunks: Int32[jax.Array, "4 C"], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
 ) -> tuple[Int32[jax.Array, " S"], Int32[jax.Array, "S 3"]]:
     """The flat token before each sample position; row, position, whether it is sampled. Traced."""
-    rows, ends, samples = chunks[:, 0], chunks[:, 1] + chunks[:, 2], chunks[:, 3]
+    rows, starts, lengths, samples = chunks
+    ends = starts + lengths
     last = jnp.maximum(offsets[1:] - 1, 0)
     if not layout.draft_tokens:  # one sample position per chunk
         return last, jnp.stack([rows, ends, samples], axis=1)
