@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models.products import Quantized, project
@@ -171,18 +170,21 @@ class TransformerBlock(nnx.Module):
     ) -> tuple[Float32[jax.Array, "T H"], Any]:
         """Self-attention of x, normed or not; returns (its output, the updated cache)."""
         dtype = x.dtype
-        wide = self.rotary is not None or self.q_norm is not None
-        q, k, v = split_heads(self.project_qkv(x), self.config, jnp.dtype(jnp.float32) if wide else dtype)
+        heads = by_kv_head(self.project_qkv(x), self.config)
+        # Heads of all kinds at once, values too: a TPU would need several operations for each kind.
+        turned, place = heads, jnp.arange(heads.shape[2])[:, None]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            turned = jnp.where(place < heads.shape[2] - 2, self.q_norm(heads), self.k_norm(heads))
         if self.rotary is not None:
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            turned = self.rotary(turned, positions)
+        heads = jnp.where(place == heads.shape[2] - 1, heads, turned).astype(dtype)
+        q, k, v = heads[:, :, :-2].reshape(len(x), -1, self.config.head_dim), heads[:, :, -2], heads[:, :, -1]
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        out, cache = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), cache, **sinks)
+        out, cache = attend(q, k, v, cache, **sinks)
         return self.out(out.astype(dtype).reshape(len(x), -1)), cache
 
     def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T columns"]:
-        """The queries, keys and values of x (see `split_heads`)."""
+        """The queries, keys and values of x (see `by_kv_head`)."""
         return self.qkv(x)
 
     def feed_forward(self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"]) -> Float32[jax.Array, "T H"]:
@@ -308,18 +310,14 @@ class RMSNormedHead(NormedHead):
         super().__init__(config, rngs, norm=RMSNorm)
 
 
-def split_heads(
-    qkv: Float[jax.Array, "T columns"], config: ModelConfig, dtype: DTypeLike
-) -> tuple[Float[jax.Array, "T N D"], Float[jax.Array, "T K D"], Float[jax.Array, "T K D"]]:
-    """Splits [K, G + 2, D] columns into q, k and v: K KV heads with G = N / K queries each.
+def by_kv_head(qkv: Float[jax.Array, "T columns"], config: ModelConfig) -> Float[jax.Array, "T K heads D"]:
+    """The columns as [T, K, G + 2, D]: K KV heads with G = N / K queries each.
 
     The queries, the key and the value of a KV head are adjacent, so a device that holds a share of the columns holds
     whole heads.
     """
     group = config.num_heads // config.num_kv_heads
-    parts = qkv.astype(dtype).reshape(-1, config.num_kv_heads, group + 2, config.head_dim)  # [T, K, G + 2, D]
-    queries = parts[:, :, :group].reshape(-1, config.num_heads, config.head_dim)
-    return queries, parts[:, :, group], parts[:, :, group + 1]
+    return qkv.reshape(-1, config.num_kv_heads, group + 2, config.head_dim)
 
 
 def soft_cap(x: Float[jax.Array, "*S"], cap: float | None) -> Float[jax.Array, "*S"]:

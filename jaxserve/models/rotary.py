@@ -46,10 +46,11 @@ class Rotary:
     attention_factor: float = 1.0
     interleaved: bool = False
 
-    def __call__(self, x: Float[jax.Array, "T N D"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T N D"]:
+    def __call__(self, x: Float[jax.Array, "T *N D"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T *N D"]:
         """x, float32, rotated."""
         angles = positions[:, None].astype(jnp.float32) * self._at(positions)  # [T, size / 2]
-        cos, sin = (jnp.float32(self.attention_factor) * wave(angles)[:, None] for wave in (jnp.cos, jnp.sin))
+        angles = jnp.expand_dims(angles, range(1, x.ndim - 1))
+        cos, sin = (jnp.float32(self.attention_factor) * wave(angles) for wave in (jnp.cos, jnp.sin))
         turned, rest = x[..., : self.size], x[..., self.size :]
         if self.interleaved:
             first, second = turned[..., ::2], turned[..., 1::2]

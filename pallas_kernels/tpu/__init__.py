@@ -7,6 +7,7 @@ chunks (`writes`, then `prompts`). The work of each kernel is data: a kernel wit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -35,10 +36,6 @@ from pallas_kernels.tpu.layout import (
 _MOST_SLOTS = 128  # slots of a block by default
 # Bytes of block tables that fit scalar memory: compiled for all five generations; v5e refuses 1 MiB.
 _MOST_TABLES = 960 * 1024
-# Up to as many, rows are put together as a layer's product has them: XLA then sees that nothing changed q, k and v, and
-# lays them out in one operation. That takes one more copy of them in memory, which many rows would make large. With
-# several queries for a KV head it saves nothing.
-_FEW_ROWS = 64
 
 
 class PromptMetadata(NamedTuple):
@@ -201,20 +198,19 @@ def _prepare(
     batch: AttentionBatch, shape: AttentionShape, cut: Cut, part: jax.Array | int, *, longer: bool
 ) -> TpuMetadata:
     offsets, kv_lens, n_tokens = batch.query_offsets, batch.kv_lens, batch.positions.shape[0]
-    lengths = jnp.diff(offsets)
-    is_decode = jnp.cumprod(lengths == 1, dtype=jnp.int32)
-    n_decodes = jnp.sum(is_decode)
+    lengths, row = jnp.diff(offsets), jnp.arange(len(kv_lens), dtype=jnp.int32)
+    n_decodes = jnp.min(jnp.where(lengths == 1, len(kv_lens), row))
     which = [jnp.int32(part)[None]] if shape.slot_parts > 1 else []
 
     def decode_bounds(window: int | None) -> jax.Array:
         lengths = visited(kv_lens, window, shape.block_size)
-        each = cut.unit_slots * shape.slot_parts  # positions of a unit
-        ends = jnp.cumsum(-(-lengths // each) * is_decode, dtype=jnp.int32)  # in units
-        parts = chip(shape).cores
-        begins = [jnp.sum(parts * ends < part * ends[-1], dtype=jnp.int32) for part in range(1, parts)]
-        begins = jnp.minimum(jnp.stack([jnp.int32(0), *begins, n_decodes]), n_decodes)  # rows
-        units = jnp.diff(jnp.pad(ends, (1, 0))[begins])
-        return jnp.concatenate([begins, units, *which])
+        each, parts = cut.unit_slots * shape.slot_parts, chip(shape).cores  # positions of a unit
+        units = jnp.where(row < n_decodes, -(-lengths // each), 0)
+        ends, total = jnp.sum(jnp.where(row <= row[:, None], units, 0), axis=1), jnp.sum(units)
+        begins = [jnp.sum(parts * ends < part * total, dtype=jnp.int32) for part in range(1, parts)]
+        begins = [jnp.int32(0), *(jnp.minimum(begin, n_decodes) for begin in begins), n_decodes]  # rows
+        counts = [jnp.sum(jnp.where((row >= low) & (row < high), units, 0)) for low, high in pairwise(begins)]
+        return jnp.concatenate([jnp.stack([*begins, *counts]), *which])
 
     def of_prompts() -> PromptMetadata:
         tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
@@ -240,14 +236,12 @@ def _prepare(
 
 
 def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> TpuPool:
-    """Keys and values of the flat tokens, in the pool's layout.
+    """Keys and values of the flat tokens in the pool's dtype.
 
-    The shapes are [2, T, K, D], and [2, T, K] for their scales.
+    The shapes are [T, K, 2, D], and [T, K, 2] for their scales.
     """
-    kv = jnp.stack([k, v])
-    if shape.pool_dtype == INT8:
-        return TpuPool(*int8.quantize(kv))
-    return TpuPool(kv.astype(shape.pool_dtype))
+    kv = jnp.stack([k, v], axis=2)
+    return TpuPool(*int8.quantize(kv)) if shape.pool_dtype == INT8 else TpuPool(kv.astype(shape.pool_dtype))
 
 
 def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
@@ -259,15 +253,12 @@ def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
 def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
     """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
     n_chunks = len(q)
-    queries = q.reshape(n_chunks, shape.num_kv_heads, shape.group, shape.head_dim)
-    if new.scales is None and shape.group == 1 and n_chunks <= _FEW_ROWS:
-        heads = [part.astype(jnp.float32) for part in (queries, *(each[:n_chunks, :, None] for each in new.kv))]
-        return _packed(jnp.concatenate(heads, axis=2).swapaxes(1, 2), shape)
-    parts = [_packed(queries.swapaxes(1, 2), shape), _packed(new.kv[:, :n_chunks], shape).swapaxes(0, 1)]
+    parts = [q.reshape(n_chunks, -1, shape.group, shape.head_dim), new.kv[:n_chunks]]
     if new.scales is not None:
-        scales = jnp.repeat(new.scales[:, :n_chunks, :, None], shape.head_dim, axis=-1)
-        parts.append(_packed(scales, shape).swapaxes(0, 1))
-    return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=1)
+        parts.append(jnp.repeat(new.scales[:n_chunks, ..., None], shape.head_dim, axis=-1))
+    # Together as a layer's product has them: XLA sees that nothing changed their places, and needs few operations.
+    rows = jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=2)
+    return _packed(rows.swapaxes(1, 2), shape)
 
 
 def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
@@ -278,13 +269,14 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
 
 def _padded(new: TpuPool, shape: AttentionShape) -> TpuPool:
     """New keys and values, padded as `writes.write` reads them."""
-    size, n_tokens = shape.block_size, new.kv.shape[1]
+    size, n_tokens = shape.block_size, len(new.kv)
     tile = slot_tile(shape.pool_dtype)
     length = round_up(size + n_tokens + size + tile, tile)
-    kv = jnp.pad(_packed(new.kv, shape), ((0, 0), (size, length - size - n_tokens), (0, 0)))
+    kv = jnp.stack([new.kv[:, :, 0], new.kv[:, :, 1]])
+    kv = jnp.pad(_packed(kv, shape), ((0, 0), (size, length - size - n_tokens), (0, 0)))
     if new.scales is None:
         return TpuPool(kv)
-    scales = new.scales.swapaxes(1, 2)  # [2, K, T]
+    scales = new.scales.transpose(2, 1, 0)  # [2, K, T]
     length = round_up(2 * size - shape.local_slots + n_tokens + round_up(size, LANES) + LANES, LANES)
     padding = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
     return TpuPool(kv, jnp.pad(scales, ((0, 0), *padding)))

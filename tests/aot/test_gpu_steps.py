@@ -31,13 +31,14 @@ pytestmark = test_gpu.pytestmark
         ("bloom-7b1", "h200:1", 32, False),
         ("bloom-7b1", "h200:1", 32, True),
         ("gpt2-xl", "h200:1", 32, False),
+        ("llama-3-8b", "h200:1", 8, False),
     ],
 )
 def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp_path, tell, hold) -> None:
     """They are launched together, as one command buffer (CUDA graph), Mosaic's kernel for prompts among them.
 
     Weights and pool in eight bits are widened where they are read: that takes no memory. New keys and values are
-    rounded by three kernels more.
+    rounded by three kernels more. Llama's gated layers have one product more.
     """
     rows, config = 32, model_catalog.find(name)[1]
     engine = EngineConfig(
@@ -75,7 +76,8 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
         temporaries=f"{temporaries / 2**20:.1f} MiB",
         seconds=f"{seconds:.0f}",
     )
-    assert n_kernels <= (16 if int8 else 13) * config.num_layers + 30
+    most = 16 if int8 else 15 if config.family == "llama" else 13
+    assert n_kernels <= most * config.num_layers + 30
     assert " while(" not in entry
     assert temporaries < 64 * 2**20
     figures = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import api, tpu
+from pallas_kernels import api, int8, tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, cuts, decodes, prompts, writes
 from pallas_kernels.tpu.chips import chip
@@ -137,28 +137,62 @@ def test_kernels_of_a_program(decodes_only, kernels):
     assert re.findall(r'kernel_name = "attention_(\w+)"', text) == kernels
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(2, 128), (3, 80), (1, 64)])
-@pytest.mark.parametrize(("dtype", "pool"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_many_rows_are_laid_out_as_few(monkeypatch, heads, dim, dtype, pool):
-    """In an order of operations of their own, of which the kernel must see nothing."""
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 128), (6, 2, 80), (4, 1, 64)])
+@pytest.mark.parametrize(("dtype", "pool"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "int8")])
+def test_rows_of_decodes_have_heads_side_by_side(heads, kv_heads, dim, dtype, pool):
+    """A head's queries are in a line each, and above its key and its value."""
     shape = AttentionShape(
         num_heads=heads,
-        num_kv_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=jnp.dtype(dtype),
         pool_dtype=jnp.dtype(pool),
-        alibi=True,
-    ).with_blocks(16, 64)
+        alibi=False,
+    ).with_blocks(32, 64)
     rng = np.random.default_rng(0)
-    q, k, v = jnp.asarray(rng.standard_normal((3, 5, heads, dim)), dtype)
-    few, made = tpu._decode_rows(q, tpu._new(k, v, shape), shape), []
-    monkeypatch.setattr(tpu, "_FEW_ROWS", 4)
-    packed = tpu._packed
-    monkeypatch.setattr(tpu, "_packed", lambda x, shape: made.append(x) or packed(x, shape))
-    many = tpu._decode_rows(q, tpu._new(k, v, shape), shape)
-    assert len(made) == 2  # queries by themselves
-    assert few.shape == (5, 3, lanes_of(shape))
-    np.testing.assert_array_equal(few, many)
+    q, k, v = (jnp.asarray(rng.standard_normal((5, count, dim)), dtype) for count in (heads, kv_heads, kv_heads))
+    rows = np.asarray(tpu._decode_rows(q[:4], tpu._new(k, v, shape), shape))
+    assert rows.shape == (4, shape.group + (4 if pool == "int8" else 2), lanes_of(shape))
+    for head in range(kv_heads):
+        mine = rows[:, :, head * dim : (head + 1) * dim]
+        queries = q[:4, head * shape.group : (head + 1) * shape.group]
+        np.testing.assert_array_equal(mine[:, : shape.group], np.asarray(queries, np.float32))
+        for line, new in enumerate((k, v), start=shape.group):
+            if pool == "int8":
+                held, scales = (np.asarray(x[:4, head], np.float32) for x in int8.quantize(new))
+                np.testing.assert_array_equal(mine[:, line + 2], np.repeat(scales[:, None], dim, axis=1))
+            else:
+                held = np.asarray(new[:4, head].astype(pool), np.float32)
+            np.testing.assert_array_equal(mine[:, line], held)
+
+
+def test_cores_share_the_units_of_decodes():
+    """Rows in their order, and none of a prompt; each core is told how many units its rows have."""
+    lengths = np.array([300, 900, 64, 65, 100, 7, 40])  # the last but one is a prompt
+    queries = np.array([1, 1, 1, 1, 1, 4, 1])
+    shape = AttentionShape(
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=128,
+        dtype=jnp.dtype("bfloat16"),
+        pool_dtype=jnp.dtype("bfloat16"),
+        alibi=False,
+        device_kind="TPU v4",
+    ).with_blocks(16, 1024)
+    token_chunk = np.repeat(np.arange(7), queries)
+    batch = AttentionBatch(
+        query_offsets=jnp.asarray(np.concatenate([[0], queries.cumsum()]), jnp.int32),
+        kv_lens=jnp.asarray(lengths, jnp.int32),
+        block_tables=jnp.zeros((7, shape.max_blocks), jnp.int32),
+        token_chunk=jnp.asarray(token_chunk, jnp.int32),
+        positions=jnp.asarray(lengths[token_chunk] - 1, jnp.int32),
+    )
+    (bounds,) = TpuBackend(cut=small(16)).prepare(batch, shape).decode_bounds
+    units = -(-lengths[:5] // 32)
+    begin, middle, end, *counts = np.asarray(bounds).tolist()
+    assert (begin, end) == (0, 5)
+    assert 2 * units[:middle].sum() < units.sum() <= 2 * units[: middle + 1].sum()
+    assert counts == [units[:middle].sum(), units[middle:].sum()]
 
 
 @pytest.mark.parametrize("kernel", [decodes._DecodeKernel, prompts._PromptKernel, writes._WriteKernel])
