@@ -156,20 +156,19 @@ def compute(
     per_token, count = experts.shape[1], kernels["gate"].shape[0]
     here = experts.reshape(-1) - first
     here = jnp.where((here >= 0) & (here < count), here, count)  # those elsewhere come last
-    order = jnp.argsort(here, stable=True)
-    expert = here[order]
+    place = jnp.arange(len(here), dtype=jnp.int32)
+    expert, order, weight = jax.lax.sort((here, place, weights.reshape(-1)), num_keys=1)
     sizes = jnp.sum(here[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-    rows = x[order // per_token]
+    rows = x.at[order // per_token].get(mode="promise_in_bounds")
 
     def project(name: str, rows: jax.Array) -> jax.Array:
         y, bias = product(rows, kernels[name], sizes), kernels.get(f"{name}_bias")
         return y if bias is None else y + bias.astype(jnp.float32)[jnp.minimum(expert, count - 1)]
 
     inner = activation(project("gate", rows), project("up", rows)).astype(x.dtype)
-    y = project("down", inner) * weights.reshape(-1)[order][:, None]
-    y = jnp.where(expert[:, None] < count, y, 0)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    return y[back].reshape(len(x), per_token, -1).sum(1)
+    y = jnp.where(expert[:, None] < count, project("down", inner) * weight[:, None], 0)
+    back = jnp.zeros_like(order).at[order].set(place, mode="promise_in_bounds", unique_indices=True)
+    return y.at[back].get(mode="promise_in_bounds").reshape(len(x), per_token, -1).sum(1)
 
 
 def ragged_product(
