@@ -170,7 +170,8 @@ class TpuBackend:
             found = [_by_head(out[:, : shape.group], shape)]
             if shape.slot_parts > 1:
                 found.append(_by_head(out[:, shape.group :], shape)[..., :1])
-            found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0), (0, 0))) for each in found]
+            # With heads side by side, as the product after it reads them.
+            found = [jnp.pad(each.reshape(n_chunks, -1), ((0, n_tokens - n_chunks), (0, 0))) for each in found]
             if meta.prompts is not None:
                 queries = _tiles(q, shape, cut.tile)
                 of_prompts = prompts.attend(
@@ -184,14 +185,15 @@ class TpuBackend:
                     sinks,
                     cut=cut,
                     **static,
-                )[:, :, :n_tokens]
-                of_prompts = of_prompts.transpose(2, 0, 1, 3).reshape(n_tokens, shape.num_heads, -1)
-                token = jnp.arange(n_tokens)[:, None, None]
+                )[:n_tokens]
+                of_prompts = of_prompts.reshape(n_tokens, shape.num_heads, -1)
+                token = jnp.arange(n_tokens)[:, None]
                 rest = [of_prompts[..., : shape.head_dim], of_prompts[..., -1:]]
-                rest = [jnp.where(token < meta.prompts.bounds[1], each, 0.0) for each in rest]
+                rest = [jnp.where(token < meta.prompts.bounds[1], each.reshape(n_tokens, -1), 0.0) for each in rest]
                 found = [jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=False)]
             out, *lse = found
-            return (PartialAttention(out.astype(q.dtype), lse[0][..., 0]) if lse else out.astype(q.dtype)), pool
+            out = out.astype(q.dtype).reshape(q.shape)
+            return (PartialAttention(out, lse[0]) if lse else out), pool
 
 
 def _prepare(

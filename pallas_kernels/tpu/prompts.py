@@ -254,7 +254,8 @@ class _PromptKernel:
 
             @pl.when(first_chunk & (step == 0) & (turn >= 2))
             def _():
-                steps.of_results(lax.rem(turn, 2), at, head).wait()  # of the turn before last, of equal size
+                # Of the turn before last, of equal size.
+                steps.of_results(lax.rem(turn, 2), at, head, lambda copy: copy.wait())
 
             @pl.when(step == 0)
             def _():
@@ -269,7 +270,7 @@ class _PromptKernel:
 
             @pl.when(new_turn)
             def _():
-                steps.of_results(lax.rem(turn, 2), at, head).start()
+                steps.of_results(lax.rem(turn, 2), at, head, lambda copy: copy.start())
 
             return jnp.where(side == AHEAD, 0, side + 1), turn + new_turn.astype(jnp.int32), following, ahead
 
@@ -284,7 +285,7 @@ class _PromptKernel:
 
                 @pl.when(turns > back)
                 def _(back=back):
-                    steps.of_results(lax.rem(turns - 1 - back, 2), first_tile, 0).wait()
+                    steps.of_results(lax.rem(turns - 1 - back, 2), first_tile, 0, lambda copy: copy.wait())
 
 
 def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
@@ -324,8 +325,8 @@ def attend(
       sinks: float32[N], if shape.sinks.
 
     Returns:
-      float32 of the same shape; tokens of other chunks hold arbitrary values. With several `slot_parts`, 128 lanes
-      follow that each have the logarithm of the sum.
+      float32[T in whole tiles, N * out_lanes]; tokens of other chunks hold arbitrary values. With several `slot_parts`,
+      128 lanes follow each head's that all have the logarithm of the sum.
     """
     size, lanes, rows = shape.local_slots, head_span(shape), shape.group * cut.tile
     tile, slots = cut.tile, cut.tile_slots
@@ -339,7 +340,7 @@ def attend(
     scales = None if pool.scales is None else scratch(AHEAD + 1, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
         _PromptKernel(shape=shape, scale=scale, window=window, cut=cut),
-        out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], given), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((q.shape[2], shape.num_heads * given), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(chip(shape).cores,),

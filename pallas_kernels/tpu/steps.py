@@ -251,14 +251,18 @@ class PromptSteps(NamedTuple):
                     act(pltpu.make_async_copy(self.pool.scales.at[block], scale_buf.at[side, b], sem))
 
     def of_queries(self, side, at, head):
-        """The copy of a head's queries."""
+        """The copy of a KV head's queries."""
         place, sem = self._tokens_of(at), self.scratch.query_sems.at[side]
         return pltpu.make_async_copy(self.q.at[head, :, place], self.scratch.queries.at[side], sem)
 
-    def of_results(self, side, at, head):
-        """The copy of a head's results."""
-        place, sem = self._tokens_of(at), self.scratch.out_sems.at[side]
-        return pltpu.make_async_copy(self.scratch.out.at[side], self.out.at[head, :, place], sem)
+    def of_results(self, side, at, head, act):
+        """Call `act` with the copies of a KV head's results, each of which has lanes of its own."""
+        sem = self.scratch.out_sems.at[side]
+        for j in range(self.shape.group):
+            held = self.scratch.out.at[side, j]
+            lanes = held.shape[1]
+            first = pl.multiple_of((head * self.shape.group + j) * lanes, LANES)
+            act(pltpu.make_async_copy(held, self.out.at[self._tokens_of(at), pl.ds(first, lanes)], sem))
 
     def _tokens_of(self, at):
         return pl.ds(pl.multiple_of(at * self.cut.tile, self.cut.tile), self.cut.tile)
