@@ -118,6 +118,7 @@ class MasterConnection(channel.ControlChannel):
             thread.join()
         self._watchdog.stop()
         self._out.put(None)
+        self._profiling.shutdown()  # a profile that host 0 began just before has then started, and can be closed
 
     def send(self, message: pb.FromWorker) -> None:
         """Send a message to host 0. Any thread may call this."""

@@ -13,6 +13,8 @@ from jaxserve.multihost import process_watchdog
 from jaxserve.multihost import startup as start
 from jaxserve.multihost.failure import ExitCode
 from jaxserve.multihost.failure_detector import STARTING_SILENCE
+from jaxserve.multihost.worker import MasterConnection
+from jaxserve.profiler import Profiler
 from tests.jaxserve.multihost.groups import Ends, aside, join, joined, listening, place, worker
 from tests.jaxserve.multihost.processes import WAIT_SECONDS, free_address
 
@@ -106,3 +108,19 @@ def test_workers_are_told_that_host_0_was_interrupted(monkeypatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         start.lead("a model", EngineConfig(tensor=2), place(0, "127.0.0.1:9000"), tell=lambda _: None)
     assert said == ["host 0: KeyboardInterrupt"]
+
+
+def test_a_profile_that_was_just_begun_is_not_lost() -> None:
+    """The host goes on once it has started, and closes it."""
+    started = []
+
+    class SlowProfiler(Profiler):
+        def ensure(self, running: bool) -> None:
+            assert host._out.get(timeout=WAIT_SECONDS) is None  # what a host puts there at its end
+            started.append(running)
+
+    host = MasterConnection(place(1, "127.0.0.1:9000"), [], tell=lambda _: None, profiler=SlowProfiler(""))
+    host._watchdog.start()
+    host._profiling.submit(host._profile, True)
+    host.follow()
+    assert started == [True]
