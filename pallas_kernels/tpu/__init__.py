@@ -155,8 +155,9 @@ class TpuBackend:
         with jax.named_scope("attention_write"):
             new = _new(k, v, shape)
             if meta.prompts is not None:
-                around = _padded(new, shape)
-                pool = writes.write(around, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
+                pool = writes.write(
+                    _slots(new, shape), pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static
+                )
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
             bounds = meta.decode_bounds[shape.windows.index(window)]
@@ -269,19 +270,15 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
     return out.reshape(len(out), shape.num_heads, shape.head_dim)
 
 
-def _padded(new: TpuPool, shape: AttentionShape) -> TpuPool:
-    """New keys and values, padded as `writes.write` reads them."""
-    size, n_tokens = shape.block_size, len(new.kv)
-    tile = slot_tile(shape.pool_dtype)
-    length = round_up(size + n_tokens + size + tile, tile)
-    kv = jnp.stack([new.kv[:, :, 0], new.kv[:, :, 1]])
-    kv = jnp.pad(_packed(kv, shape), ((0, 0), (size, length - size - n_tokens), (0, 0)))
+def _slots(new: TpuPool, shape: AttentionShape) -> writes.NewSlots:
+    """New keys and values as `writes.write` reads them."""
+    n_tokens, tile = len(new.kv), slot_tile(shape.pool_dtype)
+    padding = (0, round_up(n_tokens, tile) - n_tokens), (0, 0)
+    keys, values = (jnp.pad(_packed(new.kv[:, :, half], shape), padding) for half in range(2))
     if new.scales is None:
-        return TpuPool(kv)
-    scales = new.scales.transpose(2, 1, 0)  # [2, K, T]
-    length = round_up(2 * size - shape.local_slots + n_tokens + round_up(size, LANES) + LANES, LANES)
-    padding = (0, scale_rows(shape) - scales.shape[1]), (size, length - size - n_tokens)
-    return TpuPool(kv, jnp.pad(scales, ((0, 0), *padding)))
+        return writes.NewSlots(keys, values)
+    padding = (0, scale_rows(shape) - shape.num_kv_heads), (0, round_up(n_tokens, LANES) - n_tokens)
+    return writes.NewSlots(keys, values, jnp.pad(new.scales.transpose(2, 1, 0), ((0, 0), *padding)))
 
 
 def _tiles(q: jax.Array, shape: AttentionShape, tile: int) -> jax.Array:

@@ -30,6 +30,14 @@ from pallas_kernels.tpu.layout import (
 )
 
 
+class NewSlots(NamedTuple):
+    """Keys and values of the flat tokens in the pool's dtype and lanes, and with zeros up to whole memory tiles."""
+
+    keys: Any  # [tokens, lanes]
+    values: Any
+    scales: Any = None  # float32[2, scale_rows, tokens]
+
+
 class _WriteScratch(NamedTuple):
     """Scratch memory: two buffers for a block's new slots, and two for the block."""
 
@@ -42,12 +50,22 @@ class _WriteScratch(NamedTuple):
 class _Leaf(NamedTuple):
     """Keys and values, or their scales, in any memory."""
 
-    new: Any
+    new: tuple[Any, Any]  # of keys and of values
     pool: Any
     given: Any
     block: Any
     axis: int  # the axis of slots within a half
     multiple: int  # on that axis, a copy may begin at multiples of this
+
+    @property
+    def copied(self):
+        """Tokens of a copy: as many as the buffer holds, if there are so many."""
+        return min(self.new[0].shape[self.axis], self.given.shape[2 + self.axis])
+
+    def first(self, token):
+        """The token with which a copy begins that has `token` and those after it, if they are among the flat ones."""
+        most = self.new[0].shape[self.axis] - self.copied
+        return pl.multiple_of(jnp.clip(token & -self.multiple, 0, most), self.multiple)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -63,18 +81,17 @@ class _WriteKernel:
         kv_lens,
         tables,
         first_block,
-        new: TpuPool,
+        new: NewSlots,
         _pool: TpuPool,
         pool: TpuPool,
         scratch: _WriteScratch,
     ):
         shape, size, local = self.shape, self.shape.block_size, self.shape.local_slots
         first_slot = 0 if shape.slot_parts == 1 else bounds[4] * local
-        leaves = [
-            _Leaf(*leaf, axis, slot_tile(shape.pool_dtype) if axis == 0 else LANES)
-            for axis, leaf in enumerate(zip(new, pool, scratch.given, scratch.block, strict=True))
-            if leaf[0] is not None
-        ]
+        kept = list(zip(pool, scratch.given, scratch.block, strict=True))
+        leaves = [_Leaf((new.keys, new.values), *kept[0], axis=0, multiple=slot_tile(shape.pool_dtype))]
+        if new.scales is not None:
+            leaves.append(_Leaf((new.scales.at[0], new.scales.at[1]), *kept[1], axis=1, multiple=LANES))
         first_chunk, end_chunk = bounds[2], bounds[3]
 
         def after(chunk, column):
@@ -90,12 +107,12 @@ class _WriteKernel:
             return kv_lens[chunk] - (offsets[chunk + 1] - offsets[chunk])
 
         def place(chunk, column):
-            """(block, flat token of its first slot plus a block, first and last + 1 slot of the chunk)."""
+            """(block, flat token of its first slot, first and last + 1 slot of the chunk)."""
             begin = start_of(chunk) - column * size - first_slot
             block = tables[chunk * shape.max_blocks + column] + first_block[0]
             return (
                 block,
-                offsets[chunk] - begin + size,
+                offsets[chunk] - begin,
                 jnp.maximum(begin, 0),
                 kv_lens[chunk] - column * size - first_slot,
             )
@@ -103,10 +120,12 @@ class _WriteKernel:
         def reads(side, chunk, column, act):
             block, token, begin, end = place(chunk, column)
             for leaf in leaves:
-                length = leaf.given.shape[2 + leaf.axis]
-                aligned = pl.ds(pl.multiple_of(token - lax.rem(token, leaf.multiple), leaf.multiple), length)
-                source = leaf.new.at[:, aligned] if leaf.axis == 0 else leaf.new.at[:, :, aligned]
-                act(pltpu.make_async_copy(source, leaf.given.at[side], scratch.in_sems.at[side]))
+                source, target = pl.ds(leaf.first(token), leaf.copied), pl.ds(0, leaf.copied)
+                for half in range(2):
+                    given = leaf.given.at[side, half]
+                    at = (source, target) if leaf.axis == 0 else ((slice(None), source), (slice(None), target))
+                    copy = pltpu.make_async_copy(leaf.new[half].at[at[0]], given.at[at[1]], scratch.in_sems.at[side])
+                    act(copy)
 
                 @pl.when((begin > 0) | (end < local))
                 def _(leaf=leaf):
@@ -120,10 +139,11 @@ class _WriteKernel:
         def merge(side, chunk, column):
             _, token, begin, end = place(chunk, column)
             for leaf in leaves:
-                shift = lax.rem(token, leaf.multiple)
+                length = leaf.given.shape[2 + leaf.axis]
+                # Of a block without tokens of the chunk, what there is does not matter.
+                shift = jnp.clip(token - leaf.first(token), -length, length)
                 for half in range(2):
                     given = leaf.given[side, half].astype(jnp.float32)
-                    length = given.shape[leaf.axis]
                     given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
                     given = given[:local] if leaf.axis == 0 else given[:, :local]
                     index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
@@ -162,7 +182,7 @@ class _WriteKernel:
 
 @partial(jax.jit, static_argnames=("shape", "interpret"))
 def write(
-    new: TpuPool,
+    new: NewSlots,
     pool: TpuPool,
     bounds: jax.Array,
     offsets: jax.Array,
@@ -176,15 +196,13 @@ def write(
     """Write the tokens of chunks to their blocks.
 
     Args:
-      new: keys and values of the flat tokens in the pool's layout: [2, tokens, lanes] and, for int8, float32
-        [2, scale_rows, tokens]. One block of padding precedes them, and padding for one block follows.
       bounds: int32[4], the last two of which are the first chunk to write, and one past the last. With several
         `slot_parts`, which of them this is comes after.
     """
     size, dtype, lanes, rows = shape.local_slots, shape.pool_dtype, lanes_of(shape), scale_rows(shape)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    specs = jax.tree.map(lambda _: anywhere, pool)
-    n_leaves = len(jax.tree.leaves(pool))
+    specs, new_specs = (jax.tree.map(lambda _: anywhere, operands) for operands in (pool, new))
+    n_new, n_leaves = len(jax.tree.leaves(new)), len(jax.tree.leaves(pool))
     given = pltpu.VMEM((2, 2, size + slot_tile(dtype), lanes), dtype)
     block = pltpu.VMEM((2, 2, size, lanes), dtype)
     given_scales = block_scales = None
@@ -196,7 +214,7 @@ def write(
         out_shape=(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            in_specs=(specs, specs),
+            in_specs=(new_specs, specs),
             out_specs=(specs,),
             scratch_shapes=[
                 _WriteScratch(
@@ -207,9 +225,9 @@ def write(
                 )
             ],
         ),
-        input_output_aliases={5 + n_leaves + i: i for i in range(n_leaves)},
+        input_output_aliases={5 + n_new + i: i for i in range(n_leaves)},
         compiler_params=COMPILER_PARAMS,
-        cost_estimate=costs.of_writes(shape, new.kv.shape[1]),
+        cost_estimate=costs.of_writes(shape, len(new.keys)),
         interpret=interpret,
         name="attention_write",
     )(bounds, offsets, kv_lens, tables, first_block, new, kept_in_memory(pool, interpret))[0]
