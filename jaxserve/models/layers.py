@@ -6,6 +6,7 @@ hidden size, N the heads, D the head size, V the vocabulary, F the feed-forward 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,18 +34,30 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nnx.Module):
-    """x [T, in] -> float32[T, out]: kernel [out, in], bias [out] or none."""
+    """x [T, in] -> float32[T, out]: kernel [out, in], bias [out] or none.
+
+    Args:
+      shape: of a token's outputs, if it is not (out,).
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = True
+        self,
+        in_features: int,
+        out_features: int,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = True,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         normal = nnx.initializers.normal(config.initializer_range)
         self.kernel = nnx.Param(normal(rngs.params(), (out_features, in_features)))
         self.bias = nnx.Param(jnp.zeros(out_features)) if bias else None
+        self.shape = shape or (out_features,)
 
-    def __call__(self, x: Float[jax.Array, "T in"]) -> Float32[jax.Array, "T out"]:
-        y = project(x, self.kernel.get_raw_value())
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+    def __call__(self, x: Float[jax.Array, "T in"]) -> Float32[jax.Array, "T ..."]:
+        y = project(x, self.kernel.get_raw_value(), shape=self.shape)
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32).reshape(self.shape)
 
 
 class LayerNorm(nnx.Module):
@@ -92,7 +105,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[jax.Array, "*T S"]) -> Float[jax.Array, "*T S"]:
         wide = x.astype(jnp.float32)
         y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+        scaled = y * self.scale[...].astype(jnp.float32)
+        # Added here and not to the scale: a TPU needs an operation of its own for a sum of vectors.
+        return (scaled + self.offset * y if self.offset else scaled).astype(x.dtype)
 
 
 # Logical axes of the parameters of TokenEmbed and NormedHead.
@@ -152,8 +167,10 @@ class TransformerBlock(nnx.Module):
         hidden, inner, ffn = config.hidden_size, config.num_heads * config.head_dim, config.ffn_size
         self.config, self.layer, self.rotary = config, layer, rotary
         self.attention_norm = norm(config)
-        columns = inner + 2 * config.num_kv_heads * config.head_dim
-        self.qkv = Linear(hidden, columns, config, rngs, bias=attention_bias)
+        shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
+        # Heads by themselves if something changes them before attention does.
+        by_head = {"shape": shape} if rotary or head_norm else {}
+        self.qkv = Linear(hidden, math.prod(shape), config, rngs, bias=attention_bias, **by_head)
         self.q_norm = head_norm(config) if head_norm else None
         self.k_norm = head_norm(config) if head_norm else None
         self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.sinks else None

@@ -21,8 +21,8 @@ from jaxtyping import Float, Float32, Int32
 class Products(Protocol):
     """The matrix products of a program's devices."""
 
-    def __call__(self, x: jax.Array, matrix: Any, dtype: DTypeLike) -> jax.Array:
-        """x [T, in] times a matrix [out, in] (plain or Quantized) -> float32[T, out]."""
+    def __call__(self, x: jax.Array, matrix: Any, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> jax.Array:
+        """x [T, in] times a matrix [out, in] (plain or Quantized) -> float32[T, out], or [T, *shape]."""
         ...
 
     def experts(
@@ -136,30 +136,35 @@ def project(
     x: Float[jax.Array, "T in"],
     kernel: Float[jax.Array, "out in"] | Quantized | BoundWeight | LoopedWeight,
     dtype: DTypeLike | None = None,
-) -> Float32[jax.Array, "T out"]:
+    shape: tuple[int, ...] | None = None,
+) -> Float32[jax.Array, "T ..."]:
     """x times the kernel transposed, summed in float32.
 
     Args:
       dtype: of partial sums that devices add up, where the bound matmul uses one; x's own if None.
+      shape: of a token's outputs; (out,) if None. TPUs copy a product to give it another shape, unless it is made so.
     """
     if isinstance(kernel, LoopedWeight):
-        branches = [partial(project, kernel=one, dtype=dtype) for one in kernel.matrices]
+        branches = [partial(project, kernel=one, dtype=dtype, shape=shape) for one in kernel.matrices]
         return jax.lax.switch(kernel.layer, branches, x)
     if isinstance(kernel, BoundWeight):
-        return kernel.matmul(x, kernel.matrix, x.dtype if dtype is None else dtype)
+        return kernel.matmul(x, kernel.matrix, x.dtype if dtype is None else dtype, shape)
     if isinstance(kernel, Quantized) and kernel.group is None:
-        return dot(x, kernel.values.astype(x.dtype), jnp.float32) * kernel.scales.astype(jnp.float32)
-    if isinstance(kernel, Quantized):
-        return dot(x, widened(kernel, x.dtype), jnp.float32)
-    return dot(x, kernel, jnp.float32)
+        y = dot(x, kernel.values.astype(x.dtype), jnp.float32) * kernel.scales.astype(jnp.float32)
+    elif isinstance(kernel, Quantized):
+        y = dot(x, widened(kernel, x.dtype), jnp.float32)
+    else:
+        y = dot(x, kernel, jnp.float32)
+    return y if shape is None else y.reshape(len(x), *shape)
 
 
 def dot(
-    left: Float[jax.Array, "rows in"], right: Float[jax.Array, "columns in"], dtype: DTypeLike
-) -> Float[jax.Array, "rows columns"]:
+    left: Float[jax.Array, "rows in"], right: Float[jax.Array, "... in"], dtype: DTypeLike
+) -> Float[jax.Array, "rows ..."]:
     """left times right transposed, returned in `dtype`.
 
     The precision is explicit, since a default float32 product may be computed in TF32 or bfloat16.
     """
     precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
+    contracted = (((1,), (right.ndim - 1,)), ((), ()))
+    return jax.lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=dtype)

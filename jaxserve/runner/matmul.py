@@ -7,6 +7,7 @@ their kernels, they take a quarter of the time of all imports.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,20 +77,32 @@ class DeviceProducts:
     ring: Ring | None = None
 
     def __call__(
-        self, x: Float[jax.Array, "T in"], matrix: Float[jax.Array, "out in"] | Quantized, dtype: DTypeLike
-    ) -> Float32[jax.Array, "T out"]:
+        self,
+        x: Float[jax.Array, "T in"],
+        matrix: Float[jax.Array, "out in"] | Quantized,
+        dtype: DTypeLike,
+        shape: tuple[int, ...] | None = None,
+    ) -> Float32[jax.Array, "T ..."]:
         """Args:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
+        shape: of a token's outputs; (out,) if None.
         """
+        shape = shape or matrix.shape[:1]
+        return self._product(x, matrix, dtype, shape).reshape(len(x), *shape)
+
+    def _product(
+        self, x: jax.Array, matrix: jax.Array | Quantized, dtype: DTypeLike, shape: tuple[int, ...]
+    ) -> jax.Array:
+        """float32[T, *shape], or [T, out] where the reshape costs nothing."""
         if self.ring is not None and self.ring.pays(len(x)):
             return self.ring(x, matrix, dtype)
         if isinstance(matrix, Quantized):
             y = None if self.native is None else product.multiply_quantized(x, *matrix)
-            return self._quantized(x, matrix, dtype) if y is None else y
+            return self._quantized(x, matrix, dtype, shape) if y is None else y
         y = None if self.native is None else self.native(x, matrix)
         if y is not None:
             return y
-        return jax.lax.platform_dependent(x, matrix, cpu=_dot_cpu, default=partial(_dot_wide, dtype=dtype))
+        return _shaped(x, matrix, dtype, shape, cpu=_dot_cpu)
 
     def experts(
         self,
@@ -128,7 +141,7 @@ class DeviceProducts:
         )
         return everywhere(x, chosen, weights, kernels)
 
-    def _quantized(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+    def _quantized(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
         # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
         # GPUs do not if there are groups.
         if matrix.group is not None:
@@ -140,10 +153,8 @@ class DeviceProducts:
             )
         tiled = matrix.values.dtype != jnp.int8 or (self.tiles and len(x) > _INTEGER_ROWS)
         on_cpu = _dot_tiles if tiled else _dot_integers
-        sums = jax.lax.platform_dependent(
-            x, matrix.values, cpu=on_cpu, default=lambda x, values: _dot_wide(x, values.astype(x.dtype), dtype)
-        )
-        return sums * matrix.scales.astype(jnp.float32)
+        sums = _shaped(x, matrix.values, dtype, shape, cpu=on_cpu)
+        return sums * matrix.scales.astype(jnp.float32).reshape(shape)
 
     def runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
         """Products of runs of rows with a kernel each, on one device (`experts.RunsProduct`)."""
@@ -234,6 +245,18 @@ def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
     sums = x.astype(jnp.float32).reshape(len(x), -1, matrix.group).sum(2)
     points = matrix.zeros.astype(jnp.float32) * matrix.scales.astype(jnp.float32)
     return y - _dot_wide(sums, points, dtype)
+
+
+def _shaped(
+    x: jax.Array, kernel: jax.Array, dtype: DTypeLike, shape: tuple[int, ...], *, cpu: Callable[..., jax.Array]
+) -> jax.Array:
+    """float32[T, *shape]: on CPUs what `cpu` gives, on other platforms a product that is made in this shape."""
+    return jax.lax.platform_dependent(
+        x,
+        kernel,
+        cpu=lambda x, kernel: cpu(x, kernel).reshape(len(x), *shape),
+        default=lambda x, kernel: _dot_wide(x, kernel.reshape(*shape, -1).astype(x.dtype), dtype),
+    )
 
 
 def _dot_wide(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.products import bind, project, widened
+from jaxserve.models.products import bind, dot, project, widened
 from jaxserve.models.schema import NarrowFormat
 from jaxserve.runner import matmul
 from jaxserve.weights import narrow
@@ -66,6 +66,26 @@ def test_int4_matrix(rows, dtype, zeros) -> None:
     np.testing.assert_allclose(product(x, matrix), exact, atol=atol)
     np.testing.assert_allclose(project(x, matrix), exact, atol=atol)
     np.testing.assert_allclose(matmul._dot_groups(x, matrix, jnp.float32), exact, atol=atol)  # of accelerators
+
+
+@pytest.mark.parametrize("form", [None, narrow.BY_ROW, NarrowFormat(dtype="int4", group=32)], ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_outputs_of_a_token_have_the_shape_asked_for(rows, form) -> None:
+    x = jax.random.normal(jax.random.key(0), (rows, 96))
+    matrix = jax.random.normal(jax.random.key(1), (60, 96))
+    if form is not None:
+        matrix = narrow.quantize(matrix, narrow.shapes_of(form, matrix.shape, x.dtype, "a"), jnp)
+    bound = bind({"kernel": matrix}, matmul.DeviceProducts(native=None))["kernel"]
+    for kernel in (matrix, bound):
+        y = project(x, kernel, shape=(5, 4, 3))
+        np.testing.assert_allclose(y, project(x, kernel).reshape(rows, 5, 4, 3), rtol=1e-6)
+
+
+def test_a_kernel_of_more_axes_gives_their_shape() -> None:
+    x, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((7, 96), (5, 4, 3, 96))))
+    np.testing.assert_allclose(
+        dot(x, kernel, jnp.float32), dot(x, kernel.reshape(60, 96), jnp.float32).reshape(7, 5, 4, 3)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 40])
