@@ -2,19 +2,19 @@
 
 Sources: arXiv:1701.06538, arXiv:2401.04088.
 
-Tokens are sorted by expert, and each expert multiplies its run of them. No token is dropped, and padding goes nowhere.
+Tokens are sorted by expert, and each expert multiplies its run of them. Where that is faster, every expert multiplies
+every token instead. No token is dropped, and padding goes nowhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from jaxserve.models.layers import Linear
 from jaxserve.models.products import BoundWeight, Quantized
@@ -33,22 +33,7 @@ Kernels = Mapping[str, Any]  # gate, up, down [E, out, in], and gate_bias, up_bi
 # (x [R, in], kernels [E, out, in], sizes [E]) -> float32[R, out]: sizes[e] rows by kernel e, one run after another.
 # Later rows hold anything.
 RunsProduct = Callable[[jax.Array, Any, jax.Array], jax.Array]
-
-
-@runtime_checkable  # for the check of shapes in tests
-class Compute(Protocol):
-    """`compute` below with its activation."""
-
-    def __call__(
-        self,
-        x: jax.Array,
-        experts: jax.Array,
-        weights: jax.Array,
-        kernels: Kernels,
-        *,
-        product: RunsProduct,
-        first: jax.Array | int,
-    ) -> jax.Array: ...
+Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of (gate, up), both float32
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -56,16 +41,24 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return nnx.silu(gate) * up
 
 
-def softmax_of_chosen(logits: Float32[jax.Array, "T E"], count: int) -> tuple[jax.Array, jax.Array]:
-    """(weights [T, count], experts [T, count]): the largest logits, and their softmax."""
-    chosen, experts = jax.lax.top_k(logits, count)
-    return jax.nn.softmax(chosen), experts
+def softmax_of_chosen(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:
+    """Weights [T, n] of experts with the logits `chosen`: the softmax of these."""
+    return jax.nn.softmax(chosen)
 
 
-def chosen_of_softmax(logits: Float32[jax.Array, "T E"], count: int) -> tuple[jax.Array, jax.Array]:
-    """(weights, experts), each [T, count]: the largest logits with their softmax over all."""
-    chosen, experts = jax.lax.top_k(jax.nn.softmax(logits), count)
-    return chosen, experts
+def chosen_of_softmax(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:
+    """Weights [T, n] of experts with the logits `chosen`: their part of the softmax of all."""
+    return jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
+
+
+def are_largest(logits: Float32[jax.Array, "T E"], count: int) -> Bool[jax.Array, "T E"]:
+    """Whether each logit is one of the `count` largest of its row; of equal ones, the first.
+
+    `jax.lax.top_k` chooses the same ones. A TPU does this in one operation, and sorts in several.
+    """
+    place, other, own = jnp.arange(logits.shape[1]), logits[:, None, :], logits[:, :, None]
+    before = (other > own) | ((other == own) & (place < place[:, None]))
+    return jnp.sum(before, -1) < count
 
 
 class Experts(nnx.Module):
@@ -73,7 +66,7 @@ class Experts(nnx.Module):
 
     Args:
       bias: whether router and projections have biases.
-      choose: weights and experts of each token, given the router's logits and how many to choose.
+      weigh: weights of experts, given the logits of these experts (-inf for weight 0) and of all.
       activation: of (gate, up), both float32.
     """
 
@@ -83,37 +76,38 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs,
         *,
         bias: bool = False,
-        choose: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]] = softmax_of_chosen,
-        activation: Callable[[jax.Array, jax.Array], jax.Array] = gated,
+        weigh: Callable[[jax.Array, jax.Array], jax.Array] = softmax_of_chosen,
+        activation: Activation = gated,
     ) -> None:
         count, hidden, ffn = config.num_experts, config.hidden_size, config.ffn_size
-        self.config, self.choose, self.activation = config, choose, activation
+        self.config, self.weigh, self.activation = config, weigh, activation
         self.router = Linear(hidden, count, config, rngs, bias=bias)
         self.gate = StackedLinear(count, hidden, ffn, config, rngs, bias=bias)
         self.up = StackedLinear(count, hidden, ffn, config, rngs, bias=bias)
         self.down = StackedLinear(count, ffn, hidden, config, rngs, bias=bias)
 
     def __call__(self, x: Float[jax.Array, "T H"], positions: Int32[jax.Array, " T"]) -> Float32[jax.Array, "T H"]:
-        weights, experts = self.choose(self.router(x), self.config.experts_per_token)
-        # Positions of padding are negative.
-        experts = jnp.where(positions[:, None] < 0, self.config.num_experts, experts.astype(jnp.int32))
-        weights = jnp.where(positions[:, None] < 0, 0, weights)
         kernels = {name: getattr(self, name).kernel.get_raw_value() for name in ("gate", "up", "down")}
-        biases = {f"{name}_bias": getattr(self, name).raw_bias for name in ("gate", "up")}
-        run = partial(compute, activation=self.activation)
-        if isinstance(kernels["gate"], BoundWeight):
-            products = kernels["gate"].matmul
-            y = products.experts(
-                run, x, experts, weights, {k: _unbound(each) for k, each in (kernels | biases).items()}
-            )
+        kernels |= {f"{name}_bias": getattr(self, name).raw_bias for name in ("gate", "up")}
+        products = kernels["gate"].matmul if isinstance(kernels["gate"], BoundWeight) else None
+        kernels = {name: _unbound(leaf) for name, leaf in kernels.items()}
+        count, per_token = self.config.num_experts, self.config.experts_per_token
+        logits, is_padding = self.router(x), positions[:, None] < 0
+        if products is not None and products.takes_all_experts(len(x), per_token, count):
+            chosen, experts = jnp.where(are_largest(logits, per_token), logits, -jnp.inf), None
         else:
-            y = run(x, experts, weights, kernels | biases, product=ragged_product, first=0)
-        bias = self.down.raw_bias
-        if bias is not None:
-            of_tokens = _unbound(bias).astype(jnp.float32)[
-                jnp.minimum(experts, self.config.num_experts - 1)
-            ]  # [T, k, H]
-            y += jnp.einsum("tk,tkh->th", weights, of_tokens, precision="highest")
+            chosen, experts = jax.lax.top_k(logits, per_token)
+            experts = jnp.where(is_padding, count, experts.astype(jnp.int32))
+        weights = jnp.where(is_padding, 0, self.weigh(chosen, logits))
+        if products is None:
+            y = compute(x, experts, weights, kernels, activation=self.activation, product=ragged_product)
+        else:
+            y = products.experts(self.activation, x, experts, weights, kernels)
+        if (bias := _unbound(self.down.raw_bias)) is not None:
+            bias, axes = bias.astype(jnp.float32), "te,eh->th"
+            if experts is not None:
+                bias, axes = bias[jnp.minimum(experts, count - 1)], "tk,tkh->th"
+            y += jnp.einsum(axes, weights, bias, precision="highest")
         return y
 
 
@@ -139,20 +133,23 @@ class StackedLinear(nnx.Module):
 
 def compute(
     x: Float[jax.Array, "T H"],
-    experts: Int32[jax.Array, "T k"],
-    weights: Float32[jax.Array, "T k"],
+    experts: Int32[jax.Array, "T k"] | None,
+    weights: Float32[jax.Array, "T k"] | Float32[jax.Array, "T E"],
     kernels: Kernels,
+    first: jax.Array | int = 0,
     *,
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    activation: Activation,
     product: RunsProduct,
-    first: jax.Array | int,
 ) -> Float32[jax.Array, "T H"]:
     """The weighted sum of what each token's experts give, of those whose kernels are here.
 
     Args:
-      experts: of each token; none for a number that is not one of an expert.
+      experts: of each token; none for a number that is not one of an expert. If None, every expert multiplies every
+        token, and `weights` has a column for each expert, 0 where a token did not choose it.
       first: number of the first expert in `kernels`.
     """
+    if experts is None:
+        return _compute_with_all(x, weights, kernels, first, activation)
     per_token, count = experts.shape[1], kernels["gate"].shape[0]
     here = experts.reshape(-1) - first
     here = jnp.where((here >= 0) & (here < count), here, count)  # those elsewhere come last
@@ -169,6 +166,25 @@ def compute(
     y = jnp.where(expert[:, None] < count, project("down", inner) * weight[:, None], 0)
     back = jnp.zeros_like(order).at[order].set(place, mode="promise_in_bounds", unique_indices=True)
     return y.at[back].get(mode="promise_in_bounds").reshape(len(x), per_token, -1).sum(1)
+
+
+def _compute_with_all(
+    x: jax.Array, weights: jax.Array, kernels: Kernels, first: jax.Array | int, activation: Activation
+) -> jax.Array:
+    def project(x: jax.Array, name: str) -> jax.Array:  # [E, T, in] -> float32[E, T, out]
+        kernel, bias = kernels[name], kernels.get(f"{name}_bias")
+        values = kernel.values.astype(x.dtype) if isinstance(kernel, Quantized) else kernel
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        y = jnp.einsum("eti,eoi->eto", x, values, precision=precision, preferred_element_type=jnp.float32)
+        y = y * kernel.scales.astype(jnp.float32)[:, None] if isinstance(kernel, Quantized) else y
+        return y if bias is None else y + bias.astype(jnp.float32)[:, None]
+
+    count = kernels["gate"].shape[0]
+    here = jax.lax.dynamic_slice_in_dim(weights, first, count, 1).T[:, :, None]
+    # A batch of products. In one product with all experts' columns, a TPU would copy kernels of no whole tiles.
+    each = jnp.broadcast_to(x, (count, *x.shape))
+    inner = activation(project(each, "gate"), project(each, "up")) * here
+    return project(inner.astype(x.dtype), "down").sum(0)
 
 
 def ragged_product(

@@ -37,7 +37,7 @@ class Linear(nnx.Module):
     """x [T, in] -> float32[T, out]: kernel [out, in], bias [out] or none.
 
     Args:
-      shape: of a token's outputs, if it is not (out,).
+      shape: of a token's outputs in the result, [T, *shape]; (out,) by default.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         y = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         scaled = y * self.scale[...].astype(jnp.float32)
-        # Added here and not to the scale: a TPU needs an operation of its own for a sum of vectors.
+        # The offset is not added to the scale: a TPU needs an operation of its own for that.
         return (scaled + self.offset * y if self.offset else scaled).astype(x.dtype)
 
 
@@ -168,7 +168,7 @@ class TransformerBlock(nnx.Module):
         self.config, self.layer, self.rotary = config, layer, rotary
         self.attention_norm = norm(config)
         shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
-        # Heads by themselves if something changes them before attention does.
+        # Norms and rotations work on heads, so the product is made by head for them.
         by_head = {"shape": shape} if rotary or head_norm else {}
         self.qkv = Linear(hidden, math.prod(shape), config, rngs, bias=attention_bias, **by_head)
         self.q_norm = head_norm(config) if head_norm else None

@@ -191,9 +191,15 @@ class Model:
         return part
 
     def shapes(self, dtype: DTypeLike) -> Params:
-        """The parameters' shapes: jax.ShapeDtypeStruct at the leaves. Vectors are float32 or wider."""
-        tree = self._each_piece(lambda _, state: state)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _held(leaf, dtype)), tree)
+        """The parameters' shapes: jax.ShapeDtypeStruct at the leaves.
+
+        Biases and norms are float32 or wider.
+        """
+
+        def shape(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, _held(path, leaf, dtype))
+
+        return jax.tree.map_with_path(shape, self._each_piece(lambda _, state: state))
 
     def _each_piece(self, of: Callable[[str, dict[str, Any]], Any]) -> Params:
         """A tree of `of(piece, its parameters)` for the embedding, each layer and the head."""
@@ -248,7 +254,7 @@ class Model:
         def draw(piece: str, **layer: int):
             def make(key: jax.Array) -> dict[str, Any]:
                 state = nnx.to_pure_dict(nnx.state(self._make(piece, key, **layer)))
-                return jax.tree.map(lambda leaf: leaf.astype(_held(leaf, dtype)), state)
+                return jax.tree.map_with_path(lambda path, leaf: leaf.astype(_held(path, leaf, dtype)), state)
 
             return jax.jit(make)
 
@@ -262,13 +268,14 @@ class Model:
         }
 
 
-def _held(leaf: Any, dtype: DTypeLike) -> np.dtype:
+def _held(path: tuple[Any, ...], leaf: Any, dtype: DTypeLike) -> np.dtype:
     """The dtype that a parameter is held in.
 
-    Vectors (biases, norms) are float32 or wider. They are added to or multiplied by float32 numbers, and a TPU needs an
-    operation of its own to widen each one in every step.
+    Biases (those of experts are matrices) and other vectors are float32 or wider. They are added to or multiplied by
+    float32 numbers, and a TPU needs an operation of its own to widen each one in every step.
     """
-    return np.promote_types(dtype, np.float32) if len(leaf.shape) == 1 else np.dtype(dtype)
+    is_wide = path[-1].key == "bias" or len(leaf.shape) == 1
+    return np.promote_types(dtype, np.float32) if is_wide else np.dtype(dtype)
 
 
 def _entries_of(state: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:

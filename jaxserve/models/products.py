@@ -22,11 +22,23 @@ class Products(Protocol):
     """The matrix products of a program's devices."""
 
     def __call__(self, x: jax.Array, matrix: Any, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> jax.Array:
-        """x [T, in] times a matrix [out, in] (plain or Quantized) -> float32[T, out], or [T, *shape]."""
+        """x [T, in] times a matrix [out, in] (plain or Quantized) -> float32[T, out].
+
+        Args:
+          shape: of a token's outputs in the result, [T, *shape]; None for (out,).
+        """
+        ...
+
+    def takes_all_experts(self, tokens: int, per_token: int, count: int) -> bool:
+        """Whether every expert multiplies every token, not only those that chose it.
+
+        Args:
+          per_token: experts of a token, of `count`.
+        """
         ...
 
     def experts(
-        self, compute: Any, x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Mapping[str, Any]
+        self, activation: Any, x: jax.Array, chosen: jax.Array | None, weights: jax.Array, kernels: Mapping[str, Any]
     ) -> jax.Array:
         """`experts.compute` on the devices that have the kernels -> float32[T, H]."""
         ...
@@ -142,7 +154,8 @@ def project(
 
     Args:
       dtype: of partial sums that devices add up, where the bound matmul uses one; x's own if None.
-      shape: of a token's outputs; (out,) if None. TPUs copy a product to give it another shape, unless it is made so.
+      shape: of a token's outputs in the result, [T, *shape]; None for (out,). A TPU makes a product in this shape;
+        to reshape it later takes copies.
     """
     if isinstance(kernel, LoopedWeight):
         branches = [partial(project, kernel=one, dtype=dtype, shape=shape) for one in kernel.matrices]

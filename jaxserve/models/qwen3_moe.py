@@ -77,8 +77,8 @@ def hf_config(config: Qwen3MoeConfig) -> dict[str, Any]:
 
 def Block(config: Qwen3MoeConfig, rngs: nnx.Rngs, layer: int = 0) -> DecoderBlock:
     """The layer."""
-    choose = softmax_of_chosen if config.weights_add_up else chosen_of_softmax
-    return DecoderBlock(config, rngs, layer, experts=partial(Experts, choose=choose))
+    weigh = softmax_of_chosen if config.weights_add_up else chosen_of_softmax
+    return DecoderBlock(config, rngs, layer, experts=partial(Experts, weigh=weigh))
 
 
 Embed, Head = TokenEmbed, RMSNormedHead

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jaxserve.planning import collectives
-from jaxserve.runner import kv_cache, rings
+from jaxserve.runner import kv_cache, matmul, rings
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
 from sharding.spec import Target, names
@@ -101,13 +101,15 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
     Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
     token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
     two projections in float32, on CPUs also their inner state; on TPUs the ragged product widens int8 kernels, one
-    stack at a time.
+    stack at a time. Where all experts multiply all tokens, there is the inner state.
     """
     config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
     stacks = [part.local for part in parts.values() if is_of_experts(part.axes) and len(part.local) == 3]
     if not stacks:
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
+    if bucket in matmul.all_experts(stage.platform, config.experts_per_token, config.num_experts):
+        return bucket * stacks[0][0] * inner * (4 + item)
     rows = bucket * config.experts_per_token
     widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0
     if stage.platform == "cpu":  # which takes the kernel of one expert at a time out of its stack

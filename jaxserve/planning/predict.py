@@ -180,6 +180,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology:
         weight_bytes=sum(part.nbytes for part in of_experts),
         token_ops=_ops(of_experts, stage) * config.experts_per_token / max(config.num_experts, 1),
         tile_rows=matmul.tile_rows(stage.platform, shape.dtype),
+        with_all=matmul.all_experts(stage.platform, config.experts_per_token, config.num_experts),
     )
     return StageLoad(
         layers=len(stage.layers),

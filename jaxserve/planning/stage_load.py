@@ -66,7 +66,8 @@ class AttentionLoad(NamedTuple):
 class ExpertLoad(NamedTuple):
     """The experts of all layers of a stage.
 
-    Devices multiply whole tiles, each of rows of one expert, and read the kernels of experts that have rows.
+    Devices multiply whole tiles, each of rows of one expert, and read the kernels of experts that have rows. In some
+    buckets, every expert multiplies every token.
 
     Attributes:
       num_experts: experts of a layer.
@@ -74,6 +75,7 @@ class ExpertLoad(NamedTuple):
       weight_bytes: bytes of all of them.
       token_ops: operations for each token, with the experts that serve it.
       tile_rows: sizes of tiles; a bucket takes the least that holds an expert's mean rows, or the largest.
+      with_all: the buckets in which every expert multiplies every token.
     """
 
     num_experts: int
@@ -81,16 +83,22 @@ class ExpertLoad(NamedTuple):
     weight_bytes: int
     token_ops: float
     tile_rows: tuple[int, ...]
+    with_all: range = range(0)
 
-    def read(self, tokens: int) -> float:
-        """Expected bytes of the experts that these tokens use, if they choose independently."""
-        return self.weight_bytes * self._used(tokens)
+    def read(self, tokens: int, bucket: int) -> float:
+        """Expected bytes of the experts that are read for tokens of a bucket.
+
+        The tokens choose independently.
+        """
+        return self.weight_bytes * (1 if bucket in self.with_all else self._used(tokens))
 
     def ops(self, tokens: int, bucket: int) -> float:
         """Expected operations for tokens of a bucket, with the rows that fill up tiles.
 
         With few rows, an expert has one tile; with many, the last of its tiles is half full.
         """
+        if bucket in self.with_all:
+            return self.token_ops / self.per_token * bucket * self.num_experts
         rows, most = tokens * self.per_token, bucket * self.per_token
         tile = min((size for size in self.tile_rows if size * self.num_experts >= most), default=max(self.tile_rows))
         tile, used = min(tile, most), self.num_experts * self._used(tokens)

@@ -7,6 +7,7 @@ their kernels, they take a quarter of the time of all imports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,9 @@ from sharding.spec import ShardingSpec, names
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
 _RUN_ROWS = 16  # rows of an expert that are multiplied at a time
+_LANES = 128  # numbers of a row of a TPU's memory tile
 _XLA_ROWS = 128  # rows of a tile of XLA's ragged dot on TPUs (256 on v6e for 512 rows and more)
+_FEW_UNUSED = 0.15  # the largest expected share of experts without tokens that TPUs read all the same
 _INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
 
 
@@ -49,6 +52,21 @@ def tile_rows(platform: str, dtype: np.dtype) -> tuple[int, ...]:
     from pallas_kernels.gpu import grouped
 
     return grouped.tile_rows(dtype)
+
+
+def all_experts(platform: str, per_token: int, count: int) -> range:
+    """The buckets in which every expert multiplies every token.
+
+    This reads all experts, of which so many tokens would leave few unread if they chose independently. It multiplies
+    more rows, but no more than the ragged product, which fills up each expert's rows to a tile. And it needs no sort.
+
+    Args:
+      per_token: experts of a token, of `count`.
+    """
+    if platform != "tpu":
+        return range(0)
+    fewest = math.ceil(math.log(_FEW_UNUSED, 1 - per_token / count)) if per_token < count else 1
+    return range(fewest, _XLA_ROWS + 1)
 
 
 def product_key(native: NativeProduct | None) -> str | None:
@@ -85,7 +103,7 @@ class DeviceProducts:
     ) -> Float32[jax.Array, "T ..."]:
         """Args:
         dtype: of the sums before the cast to float32 on an accelerator, where several devices may add up partial sums.
-        shape: of a token's outputs; (out,) if None.
+        shape: of a token's outputs in the result; None for (out,).
         """
         shape = shape or matrix.shape[:1]
         return self._product(x, matrix, dtype, shape).reshape(len(x), *shape)
@@ -93,7 +111,7 @@ class DeviceProducts:
     def _product(
         self, x: jax.Array, matrix: jax.Array | Quantized, dtype: DTypeLike, shape: tuple[int, ...]
     ) -> jax.Array:
-        """float32[T, *shape], or [T, out] where the reshape costs nothing."""
+        """The product in this shape, or as float32[T, out]."""
         if self.ring is not None and self.ring.pays(len(x)):
             return self.ring(x, matrix, dtype)
         if isinstance(matrix, Quantized):
@@ -104,17 +122,21 @@ class DeviceProducts:
             return y
         return _shaped(x, matrix, dtype, shape, cpu=_dot_cpu)
 
+    def takes_all_experts(self, tokens: int, per_token: int, count: int) -> bool:
+        return tokens in all_experts("tpu" if self.device_kind.startswith("TPU") else "", per_token, count)
+
     def experts(
         self,
-        compute: experts.Compute,
+        activation: experts.Activation,
         x: Float[jax.Array, "T H"],
-        chosen: Int32[jax.Array, "T k"],
-        weights: Float32[jax.Array, "T k"],
+        chosen: Int32[jax.Array, "T k"] | None,
+        weights: Float32[jax.Array, "T k"] | Float32[jax.Array, "T E"],
         kernels: experts.Kernels,
     ) -> Float32[jax.Array, "T H"]:
         """Each device computes with its experts, or its parts of them; the shares are added up."""
+        compute = partial(experts.compute, activation=activation, product=self.runs)
         if self.mesh is None or self.spec is None or self.mesh.size == 1:
-            return compute(x, chosen, weights, kernels, product=self.runs, first=0)
+            return compute(x, chosen, weights, kernels)
         mesh, of_layer = self.mesh, f"layers.{self.layer}.experts.down.kernel"  # whose rules hold for the others too
         resolve = partial(self.spec.resolve, mesh=mesh, name=of_layer)
 
@@ -131,9 +153,9 @@ class DeviceProducts:
         of_experts, of_ffn = gate[0], gate[1]
         parts = (*names(of_experts), *names(of_ffn))
 
-        def here(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: experts.Kernels) -> jax.Array:
+        def here(x: jax.Array, chosen: jax.Array | None, weights: jax.Array, kernels: experts.Kernels) -> jax.Array:
             first = 0 if of_experts is None else jax.lax.axis_index(of_experts) * kernels["gate"].shape[0]
-            y = compute(x, chosen, weights, kernels, product=self.runs, first=first)
+            y = compute(x, chosen, weights, kernels, first)
             return jax.lax.psum(y.astype(x.dtype), parts).astype(jnp.float32) if parts else y
 
         everywhere = jax.shard_map(
@@ -250,13 +272,21 @@ def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
 def _shaped(
     x: jax.Array, kernel: jax.Array, dtype: DTypeLike, shape: tuple[int, ...], *, cpu: Callable[..., jax.Array]
 ) -> jax.Array:
-    """float32[T, *shape]: on CPUs what `cpu` gives, on other platforms a product that is made in this shape."""
-    return jax.lax.platform_dependent(
-        x,
-        kernel,
-        cpu=lambda x, kernel: cpu(x, kernel).reshape(len(x), *shape),
-        default=lambda x, kernel: _dot_wide(x, kernel.reshape(*shape, -1).astype(x.dtype), dtype),
-    )
+    """x times a kernel [out, in] -> float32[T, *shape]; accelerators make it in this shape.
+
+    Args:
+      cpu: gives the product [T, out] on CPUs.
+    """
+
+    def default(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        # TPUs would copy a kernel whose rows are no whole tiles to give it this shape.
+        made = shape if kernel.shape[1] % _LANES == 0 else kernel.shape[:1]
+        return _dot_wide(x, kernel.reshape(*made, -1).astype(x.dtype), dtype).reshape(len(x), *shape)
+
+    def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return cpu(x, kernel).reshape(len(x), *shape)
+
+    return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=default)
 
 
 def _dot_wide(x: jax.Array, kernel: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -31,7 +31,7 @@ from pallas_kernels.tpu.layout import (
 
 
 class NewSlots(NamedTuple):
-    """Keys and values of the flat tokens in the pool's dtype and lanes, and with zeros up to whole memory tiles."""
+    """Keys and values of the flat tokens in the pool's dtype, padded to whole memory tiles."""
 
     keys: Any  # [tokens, lanes]
     values: Any
@@ -59,11 +59,14 @@ class _Leaf(NamedTuple):
 
     @property
     def copied(self):
-        """Tokens of a copy: as many as the buffer holds, if there are so many."""
+        """Tokens of a copy: as many as the buffer holds, or all."""
         return min(self.new[0].shape[self.axis], self.given.shape[2 + self.axis])
 
     def first(self, token):
-        """The token with which a copy begins that has `token` and those after it, if they are among the flat ones."""
+        """The first token of a copy that has `token` and those after it.
+
+        The copy is within the flat tokens, and begins at a multiple.
+        """
         most = self.new[0].shape[self.axis] - self.copied
         return pl.multiple_of(jnp.clip(token & -self.multiple, 0, most), self.multiple)
 
@@ -122,10 +125,10 @@ class _WriteKernel:
             for leaf in leaves:
                 source, target = pl.ds(leaf.first(token), leaf.copied), pl.ds(0, leaf.copied)
                 for half in range(2):
-                    given = leaf.given.at[side, half]
-                    at = (source, target) if leaf.axis == 0 else ((slice(None), source), (slice(None), target))
-                    copy = pltpu.make_async_copy(leaf.new[half].at[at[0]], given.at[at[1]], scratch.in_sems.at[side])
-                    act(copy)
+                    new, given = leaf.new[half], leaf.given.at[side, half]
+                    new = new.at[source] if leaf.axis == 0 else new.at[:, source]
+                    given = given.at[target] if leaf.axis == 0 else given.at[:, target]
+                    act(pltpu.make_async_copy(new, given, scratch.in_sems.at[side]))
 
                 @pl.when((begin > 0) | (end < local))
                 def _(leaf=leaf):
@@ -140,7 +143,7 @@ class _WriteKernel:
             _, token, begin, end = place(chunk, column)
             for leaf in leaves:
                 length = leaf.given.shape[2 + leaf.axis]
-                # Of a block without tokens of the chunk, what there is does not matter.
+                # A device that holds no slot of the chunk's in this block has any shift, and merges nothing.
                 shift = jnp.clip(token - leaf.first(token), -length, length)
                 for half in range(2):
                     given = leaf.given[side, half].astype(jnp.float32)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve import models
 from jaxserve.models import experts
+from jaxserve.models.products import BoundWeight
 from jaxserve.runner import matmul
 from jaxserve.weights import narrow
 from pallas_kernels.cpu import build, product
@@ -73,10 +74,37 @@ def test_int8_kernels_are_scaled(way):
     np.testing.assert_allclose(y[:used], by_hand(x, wide, sizes)[:used], atol=1e-4)
 
 
+def test_the_largest_are_those_of_top_k():
+    logits = jax.random.randint(jax.random.key(0), (200, 9), 0, 5).astype(jnp.float32)  # many are equal
+    for count in (1, 3, 9):
+        found = experts.are_largest(logits, count)
+        numbers = np.sort(jax.lax.top_k(logits, count)[1], axis=1)
+        np.testing.assert_array_equal(np.nonzero(found)[1].reshape(200, count), numbers)
+
+
+@pytest.mark.parametrize(
+    ("platform", "per_token", "count", "buckets"),
+    # One of 7 tokens of Mixtral leaves 13% of experts without any, one of 6 leaves 18%.
+    [
+        ("tpu", 2, 8, range(7, 129)),
+        ("tpu", 4, 32, range(15, 129)),
+        ("tpu", 2, 2, range(1, 129)),
+        ("gpu", 2, 8, range(0)),
+    ],
+)
+def test_buckets_that_all_experts_multiply(platform, per_token, count, buckets):
+    assert matmul.all_experts(platform, per_token, count) == buckets
+    kind = {"tpu": "TPU v5 lite", "gpu": "NVIDIA H200"}[platform]
+    products = matmul.DeviceProducts(native=None, device_kind=kind)
+    taken = [tokens for tokens in range(1, 300) if products.takes_all_experts(tokens, per_token, count)]
+    assert taken == list(buckets)
+
+
+@pytest.mark.parametrize("with_all", [False, True])
 @pytest.mark.parametrize(
     "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mixtral", "qwen3_moe"))]
 )
-def test_every_token_gets_what_its_experts_give(name):
+def test_every_token_gets_what_its_experts_give(name, with_all):
     model = models.build(models.parse_config(CONFIGS[name]))
     config = model.config
     layer = jax.tree.map(
@@ -89,8 +117,16 @@ def test_every_token_gets_what_its_experts_give(name):
     for piece in ("router", "gate", "up", "down"):
         for leaf, value in part[piece].items():
             getattr(getattr(module, piece), leaf).set_value(value)
+    logits = module.router(x)
+    largest, chosen = map(np.asarray, jax.lax.top_k(logits, config.experts_per_token))
+    weights = np.asarray(module.weigh(largest, logits))
+    if with_all:
+        products = matmul.DeviceProducts(native=None, device_kind="TPU v5 lite")
+        assert products.takes_all_experts(len(x), config.experts_per_token, config.num_experts)
+        for piece in ("gate", "up", "down"):
+            kernel = getattr(module, piece).kernel
+            kernel.set_value(BoundWeight(kernel.get_raw_value(), products))
     y = np.asarray(module(x, positions))
-    weights, chosen = map(np.asarray, module.choose(module.router(x), config.experts_per_token))
     for token in range(len(x)):
         expected = np.zeros(config.hidden_size)
         for weight, expert in zip(weights[token], chosen[token], strict=True) if positions[token] >= 0 else ():
@@ -102,15 +138,17 @@ def test_every_token_gets_what_its_experts_give(name):
         np.testing.assert_allclose(y[token], expected, atol=1e-4, err_msg=f"token {token}")
 
 
-@pytest.mark.parametrize("way", [WAYS["ragged"], GROUPED], ids=["ragged", "grouped"])
+@pytest.mark.parametrize("way", [WAYS["ragged"], GROUPED, None], ids=["ragged", "grouped", "all"])
 def test_an_expert_elsewhere_adds_nothing(way):
     x, kernels, _ = runs(5, 4)
     chosen, weights = np.array([[0, 3], [1, 2], [3, 0], [4, 4], [2, 1]], np.int32), np.full((5, 2), 0.5, np.float32)
+    if way is None:
+        weights, chosen = np.float32(0.5 * (chosen[:, :, None] == np.arange(4)).any(1)), None
     stack = {"gate": kernels, "up": kernels, "down": kernels.swapaxes(1, 2)}
     whole, first, second = (
         np.asarray(
             experts.compute(
-                *map(jnp.asarray, (x, chosen, weights)),
+                *jax.tree.map(jnp.asarray, (x, chosen, weights)),
                 {name: jnp.asarray(leaf[part]) for name, leaf in stack.items()},
                 activation=experts.gated,
                 product=way,

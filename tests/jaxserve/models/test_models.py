@@ -69,7 +69,8 @@ def test_init_shapes_and_seed(plain_model):
     first, other = (plain_model.init(seed, jnp.bfloat16) for seed in (0, 1))
     announced = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), plain_model.shapes(jnp.bfloat16))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), first) == announced
-    assert all(leaf.dtype == (jnp.bfloat16 if leaf.ndim > 1 else jnp.float32) for leaf in jax.tree.leaves(first))
+    for path, leaf in jax.tree.leaves_with_path(first):
+        assert leaf.dtype == (jnp.float32 if leaf.ndim == 1 or path[-1].key == "bias" else jnp.bfloat16), path
     kernels = [tree["layers"][i]["out"]["kernel"] for tree in (first, other) for i in range(2)]
     assert all(bool((a != b).any()) for i, a in enumerate(kernels) for b in kernels[:i])
 
