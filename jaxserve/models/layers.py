@@ -200,7 +200,7 @@ class TransformerBlock(nnx.Module):
         out, cache = attend(q, k, v, cache, **sinks)
         return self.out(out.astype(dtype).reshape(len(x), -1)), cache
 
-    def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T columns"]:
+    def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T ..."]:
         """The queries, keys and values of x (see `by_kv_head`)."""
         return self.qkv(x)
 
@@ -327,8 +327,8 @@ class RMSNormedHead(NormedHead):
         super().__init__(config, rngs, norm=RMSNorm)
 
 
-def by_kv_head(qkv: Float[jax.Array, "T columns"], config: ModelConfig) -> Float[jax.Array, "T K heads D"]:
-    """The columns as [T, K, G + 2, D]: K KV heads with G = N / K queries each.
+def by_kv_head(qkv: Float[jax.Array, "T ..."], config: ModelConfig) -> Float[jax.Array, "T K heads D"]:
+    """The columns, or heads, as [T, K, G + 2, D]: K KV heads with G = N / K queries each.
 
     The queries, the key and the value of a KV head are adjacent, so a device that holds a share of the columns holds
     whole heads.

@@ -108,7 +108,7 @@ class MPTBlock(PreNormBlock):
     def __init__(self, config: MPTConfig, rngs: nnx.Rngs, layer: int = 0) -> None:
         super().__init__(config, rngs, layer, norm=_norm, attention_bias=False, ffn_bias=False)
 
-    def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T columns"]:
+    def project_qkv(self, x: Float[jax.Array, "T H"]) -> Float32[jax.Array, "T ..."]:
         """The queries, keys and values of x, within their bound."""
         y, bound = self.qkv(x), self.config.clip_qkv
         return y if bound is None else jnp.clip(y, -bound, bound)

@@ -118,8 +118,8 @@ def test_every_token_gets_what_its_experts_give(name, with_all):
         for leaf, value in part[piece].items():
             getattr(getattr(module, piece), leaf).set_value(value)
     logits = module.router(x)
-    largest, chosen = map(np.asarray, jax.lax.top_k(logits, config.experts_per_token))
-    weights = np.asarray(module.weigh(largest, logits))
+    largest, chosen = jax.lax.top_k(logits, config.experts_per_token)
+    weights, chosen = np.asarray(module.weigh(largest, logits)), np.asarray(chosen)
     if with_all:
         products = matmul.DeviceProducts(native=None, device_kind="TPU v5 lite")
         assert products.takes_all_experts(len(x), config.experts_per_token, config.num_experts)
@@ -151,7 +151,7 @@ def test_an_expert_elsewhere_adds_nothing(way):
                 *jax.tree.map(jnp.asarray, (x, chosen, weights)),
                 {name: jnp.asarray(leaf[part]) for name, leaf in stack.items()},
                 activation=experts.gated,
-                product=way,
+                product=way or experts.ragged_product,
                 first=part.start,
             )
         )
