@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Int32
 
 from jaxserve.models.layers import Linear
-from jaxserve.models.products import BoundWeight, Quantized
+from jaxserve.models.products import BoundWeight, Quantized, precision_for
 from jaxserve.models.schema import ModelConfig
 
 # Logical axes of an `Experts` module's parameters. Biases of `down` are added to tokens, not to each device's share.
@@ -173,8 +174,7 @@ def _compute_with_all(
 ) -> jax.Array:
     def project(x: jax.Array, name: str) -> jax.Array:  # [E, T, in] -> float32[E, T, out]
         kernel, bias = kernels[name], kernels.get(f"{name}_bias")
-        values = kernel.values.astype(x.dtype) if isinstance(kernel, Quantized) else kernel
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        values, precision = _values(kernel, x.dtype), precision_for(x.dtype)
         y = jnp.einsum("eti,eoi->eto", x, values, precision=precision, preferred_element_type=jnp.float32)
         y = y * kernel.scales.astype(jnp.float32)[:, None] if isinstance(kernel, Quantized) else y
         return y if bias is None else y + bias.astype(jnp.float32)[:, None]
@@ -191,13 +191,18 @@ def ragged_product(
     x: Float[jax.Array, "R in"], kernels: Float[jax.Array, "E out in"] | Quantized, sizes: Int32[jax.Array, " E"]
 ) -> Float32[jax.Array, "R out"]:
     """`RunsProduct` as XLA's ragged dot."""
-    values = kernels.values.astype(x.dtype) if isinstance(kernels, Quantized) else kernels
+    values = _values(kernels, x.dtype)
     axes = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = precision_for(x.dtype)
     y = jax.lax.ragged_dot_general(x, values, sizes, axes, precision=precision, preferred_element_type=jnp.float32)
     return scaled(y, kernels, sizes)
+
+
+def _values(kernels: Any, dtype: DTypeLike) -> jax.Array:
+    """Kernels without the scales of int8 ones (see `scaled`)."""
+    return kernels.values.astype(dtype) if isinstance(kernels, Quantized) else kernels
 
 
 def scaled(y: Float32[jax.Array, "R out"], kernels: Any, sizes: Int32[jax.Array, " E"]) -> Float32[jax.Array, "R out"]:

@@ -174,10 +174,19 @@ def project(
 def dot(
     left: Float[jax.Array, "rows in"], right: Float[jax.Array, "... in"], dtype: DTypeLike
 ) -> Float[jax.Array, "rows ..."]:
-    """left times right transposed, returned in `dtype`.
+    """left times right transposed, returned in `dtype`."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((1,), (right.ndim - 1,)), ((), ())),
+        precision=precision_for(left.dtype),
+        preferred_element_type=dtype,
+    )
 
-    The precision is explicit, since a default float32 product may be computed in TF32 or bfloat16.
+
+def precision_for(dtype: DTypeLike) -> jax.lax.Precision:
+    """The precision of products of a dtype.
+
+    A float32 product of default precision may be computed in TF32 or bfloat16.
     """
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    contracted = (((1,), (right.ndim - 1,)), ((), ()))
-    return jax.lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=dtype)
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
