@@ -154,10 +154,9 @@ class TpuBackend:
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
         with jax.named_scope("attention_write"):
             new = _new(k, v, shape)
+            queries, slots = _of_prompts(q, new, shape, cut.tile)
             if meta.prompts is not None:
-                pool = writes.write(
-                    _slots(new, shape), pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static
-                )
+                pool = writes.write(slots, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
             bounds = meta.decode_bounds[shape.windows.index(window)]
@@ -174,7 +173,6 @@ class TpuBackend:
             # With heads side by side, as the product after it reads them.
             found = [jnp.pad(each.reshape(n_chunks, -1), ((0, n_tokens - n_chunks), (0, 0))) for each in found]
             if meta.prompts is not None:
-                queries = _tiles(q, shape, cut.tile)
                 of_prompts = prompts.attend(
                     queries,
                     pool,
@@ -247,12 +245,6 @@ def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> TpuPool:
     return TpuPool(*int8.quantize(kv)) if shape.pool_dtype == INT8 else TpuPool(kv.astype(shape.pool_dtype))
 
 
-def _packed(x: jax.Array, shape: AttentionShape) -> jax.Array:
-    """[..., K, D] as [..., lanes]."""
-    x = x.reshape(*x.shape[:-2], -1)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lanes_of(shape) - x.shape[-1])])
-
-
 def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
     """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
     n_chunks = len(q)
@@ -261,7 +253,8 @@ def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array
         parts.append(jnp.repeat(new.scales[:n_chunks, ..., None], shape.head_dim, axis=-1))
     # Together as a layer's product has them: XLA sees that nothing changed their places, and needs few operations.
     rows = jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=2)
-    return _packed(rows.swapaxes(1, 2), shape)
+    rows = rows.swapaxes(1, 2).reshape(n_chunks, rows.shape[2], -1)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, lanes_of(shape) - rows.shape[-1])))
 
 
 def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
@@ -270,23 +263,31 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
     return out.reshape(len(out), shape.num_heads, shape.head_dim)
 
 
-def _slots(new: TpuPool, shape: AttentionShape) -> writes.NewSlots:
-    """New keys and values as `writes.write` reads them."""
-    n_tokens, tile = len(new.kv), slot_tile(shape.pool_dtype)
-    padding = (0, round_up(n_tokens, tile) - n_tokens), (0, 0)
-    keys, values = (jnp.pad(_packed(new.kv[:, :, half], shape), padding) for half in range(2))
+def _of_prompts(q: jax.Array, new: TpuPool, shape: AttentionShape, tile: int) -> tuple[jax.Array, writes.NewSlots]:
+    """Queries as `prompts.attend` reads them, and new keys and values as `writes.write` does.
+
+    Where they can be one array, they are: then it is what the layer's product made, and XLA copies nothing.
+    """
+    n_tokens, multiple = len(q), max(tile, slot_tile(shape.pool_dtype))
+    queries = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).astype(operand_dtype(shape))
+    halves = [new.kv, new.kv]
+    if shape.head_dim % LANES:
+        halves = [new.kv[:, :, half].reshape(n_tokens, 1, 1, -1) for half in range(2)]
+    elif queries.dtype == new.kv.dtype:
+        queries = jnp.concatenate([queries, new.kv], axis=2)
+        halves = [queries, queries]
+    queries, *halves = (_by_token(each, multiple) for each in (queries, *halves))
     if new.scales is None:
-        return writes.NewSlots(keys, values)
+        return queries, writes.NewSlots(*halves)
     padding = (0, scale_rows(shape) - shape.num_kv_heads), (0, round_up(n_tokens, LANES) - n_tokens)
-    return writes.NewSlots(keys, values, jnp.pad(new.scales.transpose(2, 1, 0), ((0, 0), *padding)))
+    return queries, writes.NewSlots(*halves, jnp.pad(new.scales.transpose(2, 1, 0), ((0, 0), *padding)))
 
 
-def _tiles(q: jax.Array, shape: AttentionShape, tile: int) -> jax.Array:
-    """[K, group, T in whole tiles, lanes of a head]."""
-    n_tokens = len(q)
-    q = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).transpose(1, 2, 0, 3)
-    padding = (0, round_up(n_tokens, tile) - n_tokens), (0, prompts.out_lanes(shape) - shape.head_dim)
-    return jnp.pad(q, ((0, 0), (0, 0), *padding)).astype(operand_dtype(shape))
+def _by_token(x: jax.Array, multiple: int) -> jax.Array:
+    """[T, K, R, D] as [K, R, T, lanes]: T is padded to a multiple, and D to whole lane tiles."""
+    n_tokens, lanes = len(x), x.shape[-1]
+    padding = (0, round_up(n_tokens, multiple) - n_tokens), (0, round_up(lanes, LANES) - lanes)
+    return jnp.pad(x.transpose(1, 2, 0, 3), ((0, 0), (0, 0), *padding))
 
 
 BACKEND = TpuBackend()

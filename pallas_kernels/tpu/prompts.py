@@ -317,7 +317,8 @@ def attend(
     """Attention of the chunks after the decodes; their keys and values are in the pool.
 
     Args:
-      q: [K, group, T in whole tiles, out_lanes]: queries by head, zeros past head_dim.
+      q: [K, group or more, T in whole tiles, out_lanes]: queries by head, zeros past head_dim; what follows them in a
+        group is not read.
       bounds: int32[4], the first two of which are the first flat token of these chunks, and one past the last. With
         several `slot_parts`, which of them this is comes after.
       tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.

@@ -253,7 +253,8 @@ class PromptSteps(NamedTuple):
     def of_queries(self, side, at, head):
         """The copy of a KV head's queries."""
         place, sem = self._tokens_of(at), self.scratch.query_sems.at[side]
-        return pltpu.make_async_copy(self.q.at[head, :, place], self.scratch.queries.at[side], sem)
+        queries = self.q.at[head, pl.ds(0, self.shape.group), place]
+        return pltpu.make_async_copy(queries, self.scratch.queries.at[side], sem)
 
     def of_results(self, side, at, head, act):
         """Call `act` with the copies of a KV head's results, each of which has lanes of its own."""

@@ -31,9 +31,12 @@ from pallas_kernels.tpu.layout import (
 
 
 class NewSlots(NamedTuple):
-    """Keys and values of the flat tokens in the pool's dtype, padded to whole memory tiles."""
+    """Keys and values of the flat tokens in the pool's dtype, padded to whole memory tiles.
 
-    keys: Any  # [tokens, lanes]
+    Keys and values may be one array, of which they are the last two rows: other rows are not read.
+    """
+
+    keys: Any  # [K, rows, tokens, D] if heads are whole lane tiles, and [1, 1, tokens, lanes] if not
     values: Any
     scales: Any = None  # float32[2, scale_rows, tokens]
 
@@ -58,17 +61,37 @@ class _Leaf(NamedTuple):
     multiple: int  # on that axis, a copy may begin at multiples of this
 
     @property
+    def tokens(self):
+        return self.new[0].shape[self.axis - 2]
+
+    @property
     def copied(self):
         """Tokens of a copy: as many as the buffer holds, or all."""
-        return min(self.new[0].shape[self.axis], self.given.shape[2 + self.axis])
+        return min(self.tokens, self.given.shape[2 + self.axis])
 
     def first(self, token):
         """The first token of a copy that has `token` and those after it.
 
         The copy is within the flat tokens, and begins at a multiple.
         """
-        most = self.new[0].shape[self.axis] - self.copied
+        most = self.tokens - self.copied
         return pl.multiple_of(jnp.clip(token & -self.multiple, 0, most), self.multiple)
+
+    def each_copy(self, token, side, half, sem, act):
+        """Call `act` with every copy of the keys or values of `token` and those after it, or of their scales."""
+        source, target, given = pl.ds(self.first(token), self.copied), pl.ds(0, self.copied), self.given.at[side, half]
+        new = self.new[half]
+        if self.axis == 1:
+            act(pltpu.make_async_copy(new.at[:, source], given.at[:, target], sem))
+            return
+        heads, rows, _, lanes = new.shape
+        row = max(rows - 2 + half, 0)
+
+        def of_head(head, _):
+            place = pl.ds(pl.multiple_of(head * lanes, LANES), lanes)
+            act(pltpu.make_async_copy(new.at[head, row, source], given.at[target, place], sem))
+
+        lax.fori_loop(0, heads, of_head, None)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -123,12 +146,8 @@ class _WriteKernel:
         def reads(side, chunk, column, act):
             block, token, begin, end = place(chunk, column)
             for leaf in leaves:
-                source, target = pl.ds(leaf.first(token), leaf.copied), pl.ds(0, leaf.copied)
                 for half in range(2):
-                    new, given = leaf.new[half], leaf.given.at[side, half]
-                    new = new.at[source] if leaf.axis == 0 else new.at[:, source]
-                    given = given.at[target] if leaf.axis == 0 else given.at[:, target]
-                    act(pltpu.make_async_copy(new, given, scratch.in_sems.at[side]))
+                    leaf.each_copy(token, side, half, scratch.in_sems.at[side], act)
 
                 @pl.when((begin > 0) | (end < local))
                 def _(leaf=leaf):
@@ -230,7 +249,7 @@ def write(
         ),
         input_output_aliases={5 + n_new + i: i for i in range(n_leaves)},
         compiler_params=COMPILER_PARAMS,
-        cost_estimate=costs.of_writes(shape, len(new.keys)),
+        cost_estimate=costs.of_writes(shape, new.keys.shape[2]),
         interpret=interpret,
         name="attention_write",
     )(bounds, offsets, kv_lens, tables, first_block, new, kept_in_memory(pool, interpret))[0]
