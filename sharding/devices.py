@@ -37,6 +37,7 @@ class Device:
       dimensions: dimensions of the topology: 2 or 3 for a torus of chips, 2 for machines x GPUs.
       chip_devices: devices of a chip.
       ring: least number of chips along an axis for which its ends are connected.
+      matrix_unit: rows and columns of a TPU's matrix units; None of GPUs.
     """
 
     name: str
@@ -49,10 +50,20 @@ class Device:
     dimensions: int
     chip_devices: int = 1
     ring: int = 0
+    matrix_unit: int | None = None
 
 
 def _tpu(
-    name: str, *, bf16: float, int8: float, memory: float, bandwidth: float, ici: float, torus: int, devices: int = 1
+    name: str,
+    *,
+    bf16: float,
+    int8: float,
+    memory: float,
+    bandwidth: float,
+    ici: float,
+    torus: int,
+    devices: int = 1,
+    unit: int = 128,
 ) -> Device:
     """A TPU from tera-operations per second, GiB and GB per second of a chip.
 
@@ -73,6 +84,7 @@ def _tpu(
         dimensions=torus,
         chip_devices=devices,
         ring=4 if torus == 3 else 16,
+        matrix_unit=unit,
     )
 
 
@@ -97,8 +109,8 @@ _DEVICES = (
     _tpu("v4", bf16=275, int8=275, memory=32, bandwidth=1200, ici=600, torus=3),
     _tpu("v5e", bf16=197, int8=393, memory=16, bandwidth=819, ici=400, torus=2),
     _tpu("v5p", bf16=459, int8=918, memory=95, bandwidth=2765, ici=1200, torus=3),
-    _tpu("v6e", bf16=918, int8=1836, memory=32, bandwidth=1638, ici=800, torus=2),
-    _tpu("tpu7x", bf16=2307, int8=2307, memory=192, bandwidth=7380, ici=1200, torus=3, devices=2),
+    _tpu("v6e", bf16=918, int8=1836, memory=32, bandwidth=1638, ici=800, torus=2, unit=256),
+    _tpu("tpu7x", bf16=2307, int8=2307, memory=192, bandwidth=7380, ici=1200, torus=3, devices=2, unit=256),
     _gpu("a100-40g", bf16=312, f32=19.5, memory=39.4, bandwidth=1555, nvlink=600, nic=25),
     _gpu("a100-80g", bf16=312, f32=19.5, memory=79.2, bandwidth=2039, nvlink=600, nic=25),
     _gpu("h100", bf16=989, f32=67, memory=79.1, bandwidth=3350, nvlink=900, nic=50),

@@ -44,7 +44,8 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def softmax_of_chosen(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:
     """Weights [T, n] of experts with the logits `chosen`: the softmax of these."""
-    return jax.nn.softmax(chosen)
+    each = jnp.exp(chosen - jnp.max(logits, -1, keepdims=True))
+    return each / jnp.sum(each, -1, keepdims=True)
 
 
 def chosen_of_softmax(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:

@@ -10,6 +10,7 @@ from jaxserve.planning import collectives
 from jaxserve.runner import kv_cache, matmul, rings
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
+from sharding.devices import Device
 from sharding.spec import Target, names
 from sharding.spec import parts as spec_parts
 
@@ -18,7 +19,7 @@ _TABLES = 3 * 2**18
 _ON_CHIP = 128 * 2**20  # most memory of a TPU's chip that holds gathered weights in place of the device's memory
 
 
-def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
+def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], device: Device, bucket: int) -> int:
     """Bytes on a device that one iteration needs beside its arguments, at its peak.
 
     These are three hidden states (around rings on TPUs, their parts), the widest inner state in float32 and its rounded
@@ -29,7 +30,7 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
     item = attention.dtype.itemsize
-    widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, bucket))
+    widest = max(bucket * inner * (4 + item), _expert_bytes(stage, parts, device, bucket))
     hidden, gathered = bucket * config.hidden_size * item, _gathered_bytes(stage, parts)
     if stage.platform == "tpu" and rings.ring_axes(stage.mesh, stage.spec, stage.platform):
         hidden //= spec_parts(stage.spec.activations.get("embed"), stage.mesh.shape)
@@ -95,7 +96,7 @@ def _gathered_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter])
     return layers.total() + sum(part.nbytes for part in around) + copied
 
 
-def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], bucket: int) -> int:
+def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], device: Device, bucket: int) -> int:
     """Bytes of what the experts of a layer compute, at its peak; 0 without experts.
 
     Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
@@ -108,7 +109,9 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], b
     if not stacks:
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
-    if bucket in matmul.all_experts(stage.platform, config.experts_per_token, config.num_experts):
+    if bucket in matmul.all_experts(
+        device.matrix_unit if stage.platform == "tpu" else None, config.experts_per_token, config.num_experts
+    ):
         return bucket * stacks[0][0] * inner * (4 + item)
     rows = bucket * config.experts_per_token
     widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0

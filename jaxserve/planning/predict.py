@@ -113,7 +113,10 @@ def with_buckets(
     roofline = Roofline(loads, topology, dtype=str(parts[0][0].shape.attention.dtype))
 
     def seconds(tokens: int) -> float:
-        if any(activation_bytes(*each, tokens) > _ACTIVATION_SHARE * topology.device.memory for each in parts):
+        if any(
+            activation_bytes(*each, topology.device, tokens) > _ACTIVATION_SHARE * topology.device.memory
+            for each in parts
+        ):
             return math.inf
         prompts = [(0, min(_PROMPT, tokens - start)) for start in range(0, tokens, _PROMPT)]
         return max(stage.total for stage in roofline(prompts))
@@ -151,7 +154,7 @@ def _stage(
     return StagePlan(
         layers=(stage.layers.start, stage.layers.stop),
         weights=sum(part.nbytes for part in parts.values()),
-        activations=activation_bytes(stage, parts, deployment.buckets[-1]),
+        activations=activation_bytes(stage, parts, deployment.topology.device, deployment.buckets[-1]),
         state=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in state),
         parameters=grouped,
         load=_load(stage, parts, deployment.topology, deployment.buckets[-1]),
@@ -174,13 +177,14 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology:
         )
         for window, count in layers.items()
     )
+    unit = topology.device.matrix_unit if stage.platform == "tpu" else None
     experts = ExpertLoad(
         num_experts=config.num_experts,
         per_token=config.experts_per_token,
         weight_bytes=sum(part.nbytes for part in of_experts),
         token_ops=_ops(of_experts, stage) * config.experts_per_token / max(config.num_experts, 1),
-        tile_rows=matmul.tile_rows(stage.platform, shape.dtype),
-        with_all=matmul.all_experts(stage.platform, config.experts_per_token, config.num_experts),
+        tile_rows=matmul.tile_rows(stage.platform, unit, shape.dtype),
+        with_all=matmul.all_experts(unit, config.experts_per_token, config.num_experts),
     )
     return StageLoad(
         layers=len(stage.layers),

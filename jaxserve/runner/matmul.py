@@ -25,12 +25,13 @@ from jaxserve.models.products import Quantized, dot, widened
 from jaxserve.runner.rings import Ring
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
+from sharding.devices import of_kind
 from sharding.spec import ShardingSpec, names
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
 _RUN_ROWS = 16  # rows of an expert that are multiplied at a time
 _LANES = 128  # numbers of a row of a TPU's memory tile
-_XLA_ROWS = 128  # rows of a tile of XLA's ragged dot on TPUs (256 on v6e for 512 rows and more)
+_UNIT = 128  # rows of a tile of XLA's ragged dot on CPUs, and on TPUs that are not known
 _FEW_UNUSED = 0.15  # the largest expected share of experts without tokens that TPUs read all the same
 _INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
 
@@ -45,28 +46,41 @@ def native_product(dtype: np.dtype, attention: str, devices: int) -> NativeProdu
     return product.native(dtype) if attention == "cpu" and devices == 1 else None
 
 
-def tile_rows(platform: str, dtype: np.dtype) -> tuple[int, ...]:
-    """The sizes of tiles in which rows of experts are multiplied (see `grouped.tile_rows`)."""
+def matrix_unit(device_kind: str) -> int | None:
+    """The width of a TPU's matrix units; None of other devices."""
+    if not device_kind.startswith("TPU"):
+        return None
+    known = of_kind(device_kind, 1)
+    return known.device.matrix_unit if known else _UNIT
+
+
+def tile_rows(platform: str, unit: int | None, dtype: np.dtype) -> tuple[int, ...]:
+    """The sizes of tiles in which rows of experts are multiplied (see `grouped.tile_rows`).
+
+    Args:
+      unit: as `matrix_unit` gives it.
+    """
     if platform != "gpu":
-        return (_XLA_ROWS,)
+        return (unit or _UNIT,)
     from pallas_kernels.gpu import grouped
 
     return grouped.tile_rows(dtype)
 
 
-def all_experts(platform: str, per_token: int, count: int) -> range:
+def all_experts(unit: int | None, per_token: int, count: int) -> range:
     """The buckets in which every expert multiplies every token.
 
     This reads all experts, of which so many tokens would leave few unread if they chose independently. It multiplies
     more rows, but no more than the ragged product, which fills up each expert's rows to a tile. And it needs no sort.
 
     Args:
+      unit: as `matrix_unit` gives it; XLA's ragged dot on TPUs has tiles of as many rows.
       per_token: experts of a token, of `count`.
     """
-    if platform != "tpu":
+    if unit is None:
         return range(0)
     fewest = math.ceil(math.log(_FEW_UNUSED, 1 - per_token / count)) if per_token < count else 1
-    return range(fewest, _XLA_ROWS + 1)
+    return range(fewest, unit + 1)
 
 
 def product_key(native: NativeProduct | None) -> str | None:
@@ -123,7 +137,7 @@ class DeviceProducts:
         return _shaped(x, matrix, dtype, shape, cpu=_dot_cpu)
 
     def takes_all_experts(self, tokens: int, per_token: int, count: int) -> bool:
-        return tokens in all_experts("tpu" if self.device_kind.startswith("TPU") else "", per_token, count)
+        return tokens in all_experts(matrix_unit(self.device_kind), per_token, count)
 
     def experts(
         self,

@@ -120,7 +120,7 @@ def test_the_kernels_compile(tell, hold, code, generation, heads, kv_heads, dim,
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     new_bytes = n_tokens * shape.num_heads * round_up(dim, 128) * 4
     assert memory.alias_size_in_bytes == pool_bytes
-    assert memory.temp_size_in_bytes < 14 * new_bytes + 2**20  # queries, keys, values and results, arranged
+    assert memory.temp_size_in_bytes < 15 * new_bytes + 2**20  # queries, keys, values and results, arranged
     tell(
         "attention kernels, compiled without a device",
         device=generation,

@@ -83,18 +83,21 @@ def test_the_largest_are_those_of_top_k():
 
 
 @pytest.mark.parametrize(
-    ("platform", "per_token", "count", "buckets"),
+    ("kind", "per_token", "count", "buckets"),
     # One of 7 tokens of Mixtral leaves 13% of experts without any, one of 6 leaves 18%.
     [
-        ("tpu", 2, 8, range(7, 129)),
-        ("tpu", 4, 32, range(15, 129)),
-        ("tpu", 2, 2, range(1, 129)),
-        ("gpu", 2, 8, range(0)),
+        ("TPU v5 lite", 2, 8, range(7, 129)),
+        ("TPU v5 lite", 4, 32, range(15, 129)),
+        ("TPU v5 lite", 2, 2, range(1, 129)),
+        ("TPU v6 lite", 2, 8, range(7, 257)),
+        ("TPU7x", 2, 8, range(7, 257)),
+        ("TPU not yet made", 2, 8, range(7, 129)),
+        ("NVIDIA H200", 2, 8, range(0)),
+        ("cpu", 2, 8, range(0)),
     ],
 )
-def test_buckets_that_all_experts_multiply(platform, per_token, count, buckets):
-    assert matmul.all_experts(platform, per_token, count) == buckets
-    kind = {"tpu": "TPU v5 lite", "gpu": "NVIDIA H200"}[platform]
+def test_buckets_that_all_experts_multiply(kind, per_token, count, buckets):
+    assert matmul.all_experts(matmul.matrix_unit(kind), per_token, count) == buckets
     products = matmul.DeviceProducts(native=None, device_kind=kind)
     taken = [tokens for tokens in range(1, 300) if products.takes_all_experts(tokens, per_token, count)]
     assert taken == list(buckets)
