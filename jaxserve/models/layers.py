@@ -21,6 +21,7 @@ from jaxserve.models.schema import ModelConfig
 
 # attend(q [T, N, D], k [T, K, D], v [T, K, D], cache) -> (out [T, N, D], cache); the scores of sinks [N] are a keyword
 Attend = Callable[..., tuple[jax.Array, Any]]
+_LANES = 128  # numbers of a row of a TPU's memory tile
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -37,7 +38,8 @@ class Linear(nnx.Module):
     """x [T, in] -> float32[T, out]: kernel [out, in], bias [out] or none.
 
     Args:
-      shape: of a token's outputs in the result, [T, *shape]; (out,) by default.
+      shape: of a token's outputs in the result, [T, *shape]; (out,) by default, and where inputs are no whole rows of
+        a TPU's memory tiles: it would copy the kernel to give it the shape.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Linear(nnx.Module):
         normal = nnx.initializers.normal(config.initializer_range)
         self.kernel = nnx.Param(normal(rngs.params(), (out_features, in_features)))
         self.bias = nnx.Param(jnp.zeros(out_features)) if bias else None
-        self.shape = shape or (out_features,)
+        self.shape = shape if shape and in_features % _LANES == 0 else (out_features,)
 
     def __call__(self, x: Float[jax.Array, "T in"]) -> Float32[jax.Array, "T ..."]:
         y = project(x, self.kernel.get_raw_value(), shape=self.shape)

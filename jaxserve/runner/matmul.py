@@ -30,7 +30,6 @@ from sharding.spec import ShardingSpec, names
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
 _RUN_ROWS = 16  # rows of an expert that are multiplied at a time
-_LANES = 128  # numbers of a row of a TPU's memory tile
 _UNIT = 128  # rows of a tile of XLA's ragged dot on CPUs, and on TPUs that are not known
 _FEW_UNUSED = 0.15  # the largest expected share of experts without tokens that TPUs read all the same
 _INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
@@ -293,9 +292,7 @@ def _shaped(
     """
 
     def default(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        # TPUs would copy a kernel whose rows are no whole tiles to give it this shape.
-        made = shape if kernel.shape[1] % _LANES == 0 else kernel.shape[:1]
-        return _dot_wide(x, kernel.reshape(*made, -1).astype(x.dtype), dtype).reshape(len(x), *shape)
+        return _dot_wide(x, kernel.reshape(*shape, -1).astype(x.dtype), dtype)
 
     def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return cpu(x, kernel).reshape(len(x), *shape)

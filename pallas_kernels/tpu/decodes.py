@@ -77,6 +77,9 @@ class _DecodeKernel:
         new_buf, new_scale_buf = scratch.new
         row_buf, out_buf, total, acc = scratch.rows, scratch.out, scratch.total, scratch.acc
         groups, units, group = head_groups(shape), self.units, shape.group
+        for values, kept in ((slopes, scratch.slopes), (sinks, scratch.sinks)):
+            for which, place in enumerate(groups if values is not None else ()):
+                kept[which] = by_row(values, place, shape)
         core = pl.program_id(0)
         low, high = bounds[core], bounds[core + 1]
         slots, tile, window = self.slots, slot_tile(shape.pool_dtype), self.window
@@ -146,7 +149,9 @@ class _DecodeKernel:
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             position = positions_of(position, shape, first_slot) + step * span
             if slopes is not None:
-                scores += across(slopes[which], slots) * (position - (steps.length(row) - 1)).astype(jnp.float32)
+                scores += across(scratch.slopes[which], slots) * (position - (steps.length(row) - 1)).astype(
+                    jnp.float32
+                )
             seen = position < steps.length(row)
             if window is not None:
                 seen &= position >= steps.length(row) - window
@@ -167,7 +172,7 @@ class _DecodeKernel:
             """Merge a unit into its row's softmax; the first unit starts it, from the sinks if any."""
             maximum, total, acc = state
             began, lanes = step > 0, groups[which].lanes
-            old = jnp.where(began, maximum, LOWEST if sinks is None else sinks[which])
+            old = jnp.where(began, maximum, LOWEST if sinks is None else scratch.sinks[which])
             raised = jnp.maximum(old, most)
             kept = jnp.exp(old - raised)
             shrink, grow = jnp.where(began, kept, 0.0), jnp.exp(most - raised)
@@ -294,8 +299,8 @@ def attend(
         `slot_parts`, which of them this is comes after.
       kv_lens: int32[C + 1]. The last entry belongs to no row.
       tables: int32[C * max_blocks].
-      slopes: ALiBi slopes [N], if shape.alibi.
-      sinks: their scores [N], if shape.sinks.
+      slopes: float32[N], if shape.alibi.
+      sinks: float32[N], if shape.sinks.
 
     Returns:
       (float32[C, group, lanes], pool); rows past the last decode hold arbitrary values. With several `slot_parts` it is
@@ -314,8 +319,8 @@ def attend(
     def scales(*sizes: int) -> Any:
         return None if pool.scales is None else scratch(*sizes, 2, scale_rows(shape), size)
 
-    by_head = tuple(None if values is None else by_row(values, shape) for values in (slopes, sinks))
-    by_head_specs = tuple(None if values is None else pl.BlockSpec(memory_space=pltpu.VMEM) for values in by_head)
+    by_head = (slopes, sinks)
+    by_head_specs = tuple(None if values is None else pl.BlockSpec(memory_space=pltpu.SMEM) for values in by_head)
     n_before = 5 + len(jax.tree.leaves(by_head))  # operands before the pool
     return pl.pallas_call(
         _DecodeKernel(shape=shape, scale=scale, window=window, units=units, slots=slots),
@@ -337,6 +342,8 @@ def attend(
                     maximum=scratch(units if several else 1, *state, LANES),
                     total=scratch(units, *state, LANES),
                     acc=scratch(units, *state, groups[0].lanes),
+                    slopes=None if slopes is None else scratch(*state, LANES),
+                    sinks=None if sinks is None else scratch(*state, LANES),
                     block_sems=pltpu.SemaphoreType.DMA((2, units)),
                     row_sems=pltpu.SemaphoreType.DMA((2 * rings,)),
                     out_sems=pltpu.SemaphoreType.DMA((rings,)),

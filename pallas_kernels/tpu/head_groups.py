@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +43,15 @@ def head_groups(shape: AttentionShape) -> tuple[HeadGroup, ...]:
     return tuple(groups)
 
 
-def by_row(values: jax.Array, shape: AttentionShape) -> jax.Array:
-    """Values of query heads [N] in the order of the groups' rows.
-
-    The result is float32[groups, rows, 128], equal in all lanes.
-    """
-    groups = head_groups(shape)
-    one = groups[0]
-    by_head = values.astype(jnp.float32).reshape(shape.num_kv_heads, shape.group)
-    by_head = jnp.pad(by_head, ((0, len(groups) * one.heads - shape.num_kv_heads), (0, 0)))
-    rows = by_head.reshape(len(groups), one.heads, shape.group).swapaxes(1, 2).reshape(len(groups), -1, 1)
-    rows = jnp.pad(rows, ((0, 0), (0, one.rows - rows.shape[1]), (0, 0)))
-    return jnp.broadcast_to(rows, (len(groups), one.rows, LANES))
+def by_row(values: Any, place: HeadGroup, shape: AttentionShape) -> jax.Array:
+    """Values of query heads [N], in scalar memory, as each row's own: float32[rows, 128]."""
+    row = lax.broadcasted_iota(jnp.int32, (place.rows, LANES), 0)
+    rows = jnp.zeros(row.shape, jnp.float32)
+    for head in range(min(place.heads, shape.num_kv_heads - place.first)):
+        for j in range(shape.group):
+            value = values[(place.first + head) * shape.group + j]
+            rows = jnp.where(row == j * place.heads + head, value, rows)
+    return rows
 
 
 def scales_by_row(by_head: jax.Array, place: HeadGroup, shape: AttentionShape) -> jax.Array:

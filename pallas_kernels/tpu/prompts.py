@@ -117,7 +117,7 @@ class _PromptKernel:
                     maximum[rows] = jnp.full((part.rows, LANES), LOWEST, jnp.float32)
                     total[rows] = jnp.zeros((part.rows, LANES), jnp.float32)
                 else:
-                    sink = parts.by_row(sinks, head, i)
+                    sink = LOG2_E * parts.by_row(sinks, head, i)
                     if slopes is not None:  # the bias of all rows counts from the last token
                         before = parts.positions(at, chunk, i) - steps.part_of(at, chunk)[2]
                         sink += parts.by_row(slopes, head, i) * before.astype(jnp.float32)
@@ -332,7 +332,7 @@ def attend(
     size, lanes, rows = shape.local_slots, head_span(shape), shape.group * cut.tile
     tile, slots = cut.tile, cut.tile_slots
     given = out_lanes(shape) + (LANES if shape.slot_parts > 1 else 0)
-    slopes, sinks = (None if values is None else values * LOG2_E for values in (slopes, sinks))
+    slopes = None if slopes is None else slopes * LOG2_E
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
     def scratch(*sizes: int, dtype: Any = np.float32) -> Any:

@@ -33,6 +33,8 @@ class DecodeScratch(NamedTuple):
     maximum: Any  # [1, groups, rows, 128], equal in all lanes: after the last unit; of slot parts, after each
     total: Any  # [units, groups, rows, 128], equal in all lanes: after each unit
     acc: Any  # [units, groups, rows, lanes of a group]: after each unit
+    slopes: Any  # [groups, rows, 128], equal in all lanes, or None; the other too
+    sinks: Any
     block_sems: Any  # [2, units]
     row_sems: Any  # [2 * B]
     out_sems: Any  # [B]; the other too
