@@ -253,8 +253,7 @@ def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array
         parts.append(jnp.repeat(new.scales[:n_chunks, ..., None], shape.head_dim, axis=-1))
     # Together as a layer's product has them: XLA sees that nothing changed their places, and needs few operations.
     rows = jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=2)
-    rows = rows.swapaxes(1, 2).reshape(n_chunks, rows.shape[2], -1)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, lanes_of(shape) - rows.shape[-1])))
+    return rows.swapaxes(1, 2).reshape(n_chunks, rows.shape[2], -1)
 
 
 def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:

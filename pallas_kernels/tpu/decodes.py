@@ -89,13 +89,19 @@ class _DecodeKernel:
         )
         rings, span = buffers(units), steps.span
 
+        def token_of(row):
+            """Queries, key and value of a row's token, with zeros up to whole lane tiles: float32[R, lanes]."""
+            token = row_buf[steps.in_ring(row, 2 * rings)]
+            missing = lanes_of(shape) - token.shape[1]
+            return jnp.concatenate([token, jnp.zeros((token.shape[0], missing), jnp.float32)], 1) if missing else token
+
         def add_token(side, row, step, unit):
             """Put the row's token into its slot, here and in the pool; zero the values after it."""
             ring = steps.in_ring(row, rings)
             slot, own, seen = steps.held(steps.length(row) - 1 - step * span)
             first = pl.multiple_of(slot - lax.rem(slot, tile), tile)
             index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
-            token = row_buf[steps.in_ring(row, 2 * rings)]  # [R, lanes]
+            token = token_of(row)
             for half in range(2):
                 old = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
                 new = jnp.where(index == own, token[group + half : group + half + 1], old)
@@ -131,7 +137,7 @@ class _DecodeKernel:
 
         def query(row, place, masks):
             """The queries of a group, one row per head (`HeadGroup`)."""
-            token = row_buf[steps.in_ring(row, 2 * rings)]
+            token = token_of(row)
             lanes = slice(place.start, place.start + place.lanes)
             q = jnp.zeros((place.rows, place.lanes), jnp.float32)
             for j in range(group):
