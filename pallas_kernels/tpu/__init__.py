@@ -246,7 +246,7 @@ def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> TpuPool:
 
 
 def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
-    """float32[C, group + 2 or + 4, lanes] (see `decodes.attend`)."""
+    """float32[C, group + 2 or + 4, K * D] (see `decodes.attend`)."""
     n_chunks = len(q)
     parts = [q.reshape(n_chunks, -1, shape.group, shape.head_dim), new.kv[:n_chunks]]
     if new.scales is not None:
@@ -270,7 +270,7 @@ def _of_prompts(q: jax.Array, new: TpuPool, shape: AttentionShape, tile: int) ->
     n_tokens, multiple = len(q), max(tile, slot_tile(shape.pool_dtype))
     queries = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).astype(operand_dtype(shape))
     halves = [new.kv, new.kv]
-    if shape.head_dim % LANES:
+    if shape.head_dim % LANES and shape.num_kv_heads > 1:  # side by side
         halves = [new.kv[:, :, half].reshape(n_tokens, 1, 1, -1) for half in range(2)]
     elif queries.dtype == new.kv.dtype:
         queries = jnp.concatenate([queries, new.kv], axis=2)

@@ -299,7 +299,7 @@ def attend(
     """Write and attend.
 
     Args:
-      rows: float32[C, group + 2 or + 4, lanes]. Queries, key and value of each row's token; their scales, if any,
+      rows: float32[C, group + 2 or + 4, K * D]. Queries, key and value of each row's token; their scales, if any,
         repeated along the lanes of their head.
       bounds: int32[2 * cores + 1]. First row of each core, the end, and the number of units of each core. With several
         `slot_parts`, which of them this is comes after.

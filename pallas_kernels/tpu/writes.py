@@ -36,7 +36,7 @@ class NewSlots(NamedTuple):
     Keys and values may be one array, of which they are the last two rows: other rows are not read.
     """
 
-    keys: Any  # [K, rows, tokens, D] if heads are whole lane tiles, and [1, 1, tokens, lanes] if not
+    keys: Any  # [K, rows, tokens, lanes of a head] if heads begin at lane tiles, and [1, 1, tokens, lanes] if not
     values: Any
     scales: Any = None  # float32[2, scale_rows, tokens]
 

@@ -17,7 +17,6 @@ from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, cuts, decodes, prompts, writes
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import Cut
-from pallas_kernels.tpu.layout import lanes_of
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
@@ -152,7 +151,7 @@ def test_rows_of_decodes_have_heads_side_by_side(heads, kv_heads, dim, dtype, po
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((5, count, dim)), dtype) for count in (heads, kv_heads, kv_heads))
     rows = np.asarray(tpu._decode_rows(q[:4], tpu._new(k, v, shape), shape))
-    assert rows.shape == (4, shape.group + (4 if pool == "int8" else 2), lanes_of(shape))
+    assert rows.shape == (4, shape.group + (4 if pool == "int8" else 2), kv_heads * dim)
     for head in range(kv_heads):
         mine = rows[:, :, head * dim : (head + 1) * dim]
         queries = q[:4, head * shape.group : (head + 1) * shape.group]
