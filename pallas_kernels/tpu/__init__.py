@@ -275,11 +275,11 @@ def _of_prompts(q: jax.Array, new: TpuPool, shape: AttentionShape, tile: int) ->
     elif queries.dtype == new.kv.dtype:
         queries = jnp.concatenate([queries, new.kv], axis=2)
         halves = [queries, queries]
-    queries, *halves = (_by_token(each, multiple) for each in (queries, *halves))
+    queries, keys, values = (_by_token(each, multiple) for each in (queries, *halves))
     if new.scales is None:
-        return queries, writes.NewSlots(*halves)
+        return queries, writes.NewSlots(keys, values)
     padding = (0, scale_rows(shape) - shape.num_kv_heads), (0, round_up(n_tokens, LANES) - n_tokens)
-    return queries, writes.NewSlots(*halves, jnp.pad(new.scales.transpose(2, 1, 0), ((0, 0), *padding)))
+    return queries, writes.NewSlots(keys, values, jnp.pad(new.scales.transpose(2, 1, 0), ((0, 0), *padding)))
 
 
 def _by_token(x: jax.Array, multiple: int) -> jax.Array:

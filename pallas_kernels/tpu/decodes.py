@@ -90,7 +90,7 @@ class _DecodeKernel:
         rings, span = buffers(units), steps.span
 
         def token_of(row):
-            """Queries, key and value of a row's token, with zeros up to whole lane tiles: float32[R, lanes]."""
+            """Queries, key and value of a row's token: float32[R, lanes], with zeros past the heads."""
             token = row_buf[steps.in_ring(row, 2 * rings)]
             missing = lanes_of(shape) - token.shape[1]
             return jnp.concatenate([token, jnp.zeros((token.shape[0], missing), jnp.float32)], 1) if missing else token

@@ -78,7 +78,7 @@ class _Leaf(NamedTuple):
         return pl.multiple_of(jnp.clip(token & -self.multiple, 0, most), self.multiple)
 
     def each_copy(self, token, side, half, sem, act):
-        """Call `act` with every copy of the keys or values of `token` and those after it, or of their scales."""
+        """Call `act` with every copy of a half of `token` and those after it."""
         source, target, given = pl.ds(self.first(token), self.copied), pl.ds(0, self.copied), self.given.at[side, half]
         new = self.new[half]
         if self.axis == 1:

@@ -82,6 +82,16 @@ def test_the_largest_are_those_of_top_k():
         np.testing.assert_array_equal(np.nonzero(found)[1].reshape(200, count), numbers)
 
 
+@pytest.mark.parametrize("shift", [-200, 0, 200])
+@pytest.mark.parametrize("weigh", [experts.softmax_of_chosen, experts.chosen_of_softmax])
+def test_weights_depend_on_differences_of_logits(weigh, shift):
+    logits = jnp.float32([[1, 3, 2, 0]])
+    chosen = jnp.float32([[-jnp.inf, 3, 2, -jnp.inf]])
+    weights = np.asarray(weigh(chosen + shift, logits + shift))[0]
+    among = [3, 2] if weigh is experts.softmax_of_chosen else [1, 3, 2, 0]
+    np.testing.assert_allclose(weights, [0, *np.exp([3, 2]) / np.exp(among).sum(), 0], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "per_token", "count", "buckets"),
     # One of 7 tokens of Mixtral leaves 13% of experts without any, one of 6 leaves 18%.
