@@ -109,9 +109,8 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], d
     if not stacks:
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
-    if bucket in matmul.all_experts(
-        device.matrix_unit if stage.platform == "tpu" else None, config.experts_per_token, config.num_experts
-    ):
+    unit = device.matrix_unit if stage.platform == "tpu" else None
+    if bucket in matmul.all_experts(unit, config.experts_per_token, config.num_experts):
         return bucket * stacks[0][0] * inner * (4 + item)
     rows = bucket * config.experts_per_token
     widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0

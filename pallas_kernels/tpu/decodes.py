@@ -155,9 +155,8 @@ class _DecodeKernel:
             position = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             position = positions_of(position, shape, first_slot) + step * span
             if slopes is not None:
-                scores += across(scratch.slopes[which], slots) * (position - (steps.length(row) - 1)).astype(
-                    jnp.float32
-                )
+                ahead = (position - (steps.length(row) - 1)).astype(jnp.float32)
+                scores += across(scratch.slopes[which], slots) * ahead
             seen = position < steps.length(row)
             if window is not None:
                 seen &= position >= steps.length(row) - window
@@ -325,9 +324,8 @@ def attend(
     def scales(*sizes: int) -> Any:
         return None if pool.scales is None else scratch(*sizes, 2, scale_rows(shape), size)
 
-    by_head = (slopes, sinks)
-    by_head_specs = tuple(None if values is None else pl.BlockSpec(memory_space=pltpu.SMEM) for values in by_head)
-    n_before = 5 + len(jax.tree.leaves(by_head))  # operands before the pool
+    by_head = tuple(None if values is None else pl.BlockSpec(memory_space=pltpu.SMEM) for values in (slopes, sinks))
+    n_before = 5 + sum(values is not None for values in (slopes, sinks))  # operands before the pool
     return pl.pallas_call(
         _DecodeKernel(shape=shape, scale=scale, window=window, units=units, slots=slots),
         out_shape=(
@@ -337,7 +335,7 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(chip(shape).cores,),
-            in_specs=(anywhere, *by_head_specs, pool_specs),
+            in_specs=(anywhere, *by_head, pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[
                 DecodeScratch(
@@ -362,4 +360,4 @@ def attend(
         cost_estimate=costs.of_decodes(shape, n_chunks, window),
         interpret=interpret,
         name="attention_decodes",
-    )(bounds, kv_lens, tables, first_block, rows, *by_head, kept_in_memory(pool, interpret))
+    )(bounds, kv_lens, tables, first_block, rows, slopes, sinks, kept_in_memory(pool, interpret))
