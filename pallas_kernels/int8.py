@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Int8
 
-_STEP = np.float32(1 / 127)  # a factor, because compilers may or may not turn a division by 127 into one
+STEP = np.float32(1 / 127)  # a factor, because compilers may or may not turn a division by 127 into one
 
 
 def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Float32[jax.Array, "*N"]]:
@@ -22,6 +22,6 @@ def quantize(x: Float[jax.Array, "*N D"]) -> tuple[Int8[jax.Array, "*N D"], Floa
     """
     x = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(x), axis=-1)
-    scales = jnp.where(jnp.isfinite(most), most * _STEP, jnp.nan)
+    scales = jnp.where(jnp.isfinite(most), most * STEP, jnp.nan)
     values = jnp.round(x / jnp.where(scales > 0, scales, 1)[..., None])
     return jnp.nan_to_num(values).astype(jnp.int8), scales

@@ -152,15 +152,15 @@ class TpuBackend:
         first_block = jnp.asarray(first_block, jnp.int32).reshape(1)
         walk = (meta.kv_lens, meta.tables, first_block)
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
+        together = _together(q, k, v)
         with jax.named_scope("attention_write"):
-            new = _new(k, v, shape)
-            queries, slots = _of_prompts(q, new, shape, cut.tile)
+            queries, slots = _of_prompts(together, shape, cut.tile)
             if meta.prompts is not None:
                 pool = writes.write(slots, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
             bounds = meta.decode_bounds[shape.windows.index(window)]
-            rows = _decode_rows(q[:n_chunks], new, shape)
+            rows = _decode_rows(together[:n_chunks])
             out, pool = decodes.attend(
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
@@ -236,24 +236,16 @@ def _prepare(
 # Arrange queries, keys and values as the kernels read them.
 
 
-def _new(k: jax.Array, v: jax.Array, shape: AttentionShape) -> TpuPool:
-    """Keys and values of the flat tokens in the pool's dtype.
-
-    The shapes are [T, K, 2, D], and [T, K, 2] for their scales.
-    """
-    kv = jnp.stack([k, v], axis=2)
-    return TpuPool(*int8.quantize(kv)) if shape.pool_dtype == INT8 else TpuPool(kv.astype(shape.pool_dtype))
+def _together(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """[T, K, group + 2, D] as the product of a layer has them: XLA sees that nothing changed their places."""
+    queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    return jnp.concatenate([queries, k[:, :, None], v[:, :, None]], axis=2)
 
 
-def _decode_rows(q: jax.Array, new: TpuPool, shape: AttentionShape) -> jax.Array:
-    """float32[C, group + 2 or + 4, K * D] (see `decodes.attend`)."""
-    n_chunks = len(q)
-    parts = [q.reshape(n_chunks, -1, shape.group, shape.head_dim), new.kv[:n_chunks]]
-    if new.scales is not None:
-        parts.append(jnp.repeat(new.scales[:n_chunks, ..., None], shape.head_dim, axis=-1))
-    # Together as a layer's product has them: XLA sees that nothing changed their places, and needs few operations.
-    rows = jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=2)
-    return rows.swapaxes(1, 2).reshape(n_chunks, rows.shape[2], -1)
+def _decode_rows(together: jax.Array) -> jax.Array:
+    """float32[C, group + 2, K * D] (see `decodes.attend`)."""
+    rows = together.astype(jnp.float32).swapaxes(1, 2)
+    return rows.reshape(*rows.shape[:2], -1)
 
 
 def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
@@ -262,24 +254,26 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
     return out.reshape(len(out), shape.num_heads, shape.head_dim)
 
 
-def _of_prompts(q: jax.Array, new: TpuPool, shape: AttentionShape, tile: int) -> tuple[jax.Array, writes.NewSlots]:
+def _of_prompts(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[jax.Array, writes.NewSlots]:
     """Queries as `prompts.attend` reads them, and new keys and values as `writes.write` does.
 
     Where they can be one array, they are: then it is what the layer's product made, and XLA copies nothing.
     """
-    n_tokens, multiple = len(q), max(tile, slot_tile(shape.pool_dtype))
-    queries = q.reshape(n_tokens, shape.num_kv_heads, shape.group, shape.head_dim).astype(operand_dtype(shape))
-    halves = [new.kv, new.kv]
+    n_tokens, multiple, scales = len(together), max(tile, slot_tile(shape.pool_dtype)), None
+    queries, new = together.astype(operand_dtype(shape)), together[:, :, shape.group :]
+    if shape.pool_dtype == INT8:
+        new, scales = int8.quantize(new)
+        padding = (0, scale_rows(shape) - shape.num_kv_heads), (0, round_up(n_tokens, LANES) - n_tokens)
+        scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), *padding))
+    new = new.astype(shape.pool_dtype)
+    halves = [new, new]
     if shape.head_dim % LANES and shape.num_kv_heads > 1:  # side by side
-        halves = [new.kv[:, :, half].reshape(n_tokens, 1, 1, -1) for half in range(2)]
-    elif queries.dtype == new.kv.dtype:
-        queries = jnp.concatenate([queries, new.kv], axis=2)
+        queries = queries[:, :, : shape.group]
+        halves = [new[:, :, half].reshape(n_tokens, 1, 1, -1) for half in range(2)]
+    elif queries.dtype == new.dtype:
         halves = [queries, queries]
     queries, keys, values = (_by_token(each, multiple) for each in (queries, *halves))
-    if new.scales is None:
-        return queries, writes.NewSlots(keys, values)
-    padding = (0, scale_rows(shape) - shape.num_kv_heads), (0, round_up(n_tokens, LANES) - n_tokens)
-    return queries, writes.NewSlots(keys, values, jnp.pad(new.scales.transpose(2, 1, 0), ((0, 0), *padding)))
+    return queries, writes.NewSlots(keys, values, scales)
 
 
 def _by_token(x: jax.Array, multiple: int) -> jax.Array:

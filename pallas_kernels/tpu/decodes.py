@@ -26,7 +26,7 @@ from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import costs
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import memory_of_decodes
-from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes, scales_by_row
+from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes, rounded, scales_by_row
 from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
@@ -103,8 +103,12 @@ class _DecodeKernel:
             index = lax.broadcasted_iota(jnp.int32, (tile, kv_buf.shape[-1]), 0) + first
             token = token_of(row)
             for half in range(2):
+                given = token[group + half : group + half + 1]
+                if scale_buf is not None:
+                    given, scales = rounded(given, shape)
+                    self._add_scales(scale_buf, new_scale_buf, scales, half, side, unit, ring, slot, own)
                 old = kv_buf[side, unit, half, pl.ds(first, tile)].astype(jnp.float32)
-                new = jnp.where(index == own, token[group + half : group + half + 1], old)
+                new = jnp.where(index == own, given, old)
                 if half == 1:
                     new = jnp.where(index >= seen, 0.0, new)  # unwritten slots may be NaN, and 0 * NaN is NaN
                 new = new.astype(kv_buf.dtype)
@@ -116,8 +120,6 @@ class _DecodeKernel:
                 kv_buf[side, unit, 1, place] = jnp.zeros((tile, kv_buf.shape[-1]), kv_buf.dtype)
 
             lax.fori_loop(lax.div(first, tile) + 1, slots // tile, clear, None)
-            if scale_buf is not None:
-                self._add_scales(scale_buf, new_scale_buf, token, side, unit, ring, slot, own)
             steps.of_new(row, lambda copy: copy.start())
 
         def clear_unseen(side, row, unit):
@@ -259,22 +261,15 @@ class _DecodeKernel:
         by_head = jnp.concatenate([scale_buf[side, unit, b, half, heads] for b in range(blocks)], axis=1)
         return scales_by_row(by_head, place, self.shape)
 
-    def _add_scales(self, scale_buf, new_scale_buf, token, side, unit, ring, slot, own) -> None:
-        """Store the scales of a row's token in its block, here and in the output buffer."""
+    def _add_scales(self, scale_buf, new_scale_buf, scales, half, side, unit, ring, slot, own) -> None:
+        """Store the scales [scale_rows, 1] of a row's token in its block, here and in the output buffer."""
         size = self.shape.local_slots
         block, inside = lax.div(slot, size), lax.rem(own, size)
-        rows, lanes = scale_buf.shape[-2], token.shape[1]
-        head = lax.broadcasted_iota(jnp.int32, (rows, lanes), 0)
-        lane = lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
-        first = lane == head * self.shape.head_dim  # one of a head's lanes; all hold its scale
-        for half in range(2):
-            given = token[self.shape.group + 2 + half : self.shape.group + 3 + half]
-            column = jnp.sum(jnp.where(first, given, 0.0), axis=1, keepdims=True)
-            held = scale_buf[side, unit, block, half]
-            index = lax.broadcasted_iota(jnp.int32, held.shape, 1)
-            new = jnp.where(index == inside, column, held)
-            scale_buf[side, unit, block, half] = new
-            new_scale_buf[ring, half] = new
+        held = scale_buf[side, unit, block, half]
+        index = lax.broadcasted_iota(jnp.int32, held.shape, 1)
+        new = jnp.where(index == inside, scales, held)
+        scale_buf[side, unit, block, half] = new
+        new_scale_buf[ring, half] = new
 
 
 @partial(jax.jit, static_argnames=("shape", "scale", "window", "units", "slots", "interpret"))
@@ -298,8 +293,7 @@ def attend(
     """Write and attend.
 
     Args:
-      rows: float32[C, group + 2 or + 4, K * D]. Queries, key and value of each row's token; their scales, if any,
-        repeated along the lanes of their head.
+      rows: float32[C, group + 2, K * D]. Queries, key and value of each row's token; the kernel rounds to int8.
       bounds: int32[2 * cores + 1]. First row of each core, the end, and the number of units of each core. With several
         `slot_parts`, which of them this is comes after.
       kv_lens: int32[C + 1]. The last entry belongs to no row.

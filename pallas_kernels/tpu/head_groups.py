@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import int8
 from pallas_kernels.api import AttentionShape
-from pallas_kernels.tpu.layout import LANES, SUBLANES, lanes_of, packed_heads, round_up
+from pallas_kernels.tpu.layout import LANES, SUBLANES, lanes_of, packed_heads, round_up, scale_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,26 @@ def by_row(values: Any, place: HeadGroup, shape: AttentionShape) -> jax.Array:
             value = values[(place.first + head) * shape.group + j]
             rows = jnp.where(row == j * place.heads + head, value, rows)
     return rows
+
+
+def rounded(token: jax.Array, shape: AttentionShape) -> tuple[jax.Array, jax.Array]:
+    """What `int8.quantize` makes of the heads of a token.
+
+    Args:
+      token: float32[1, lanes], keys or values.
+
+    Returns:
+      (values float32[1, lanes], scales [scale_rows, 1])
+    """
+    sizes = scale_rows(shape), token.shape[1]
+    head, lane = (lax.broadcasted_iota(jnp.int32, sizes, axis) for axis in range(2))
+    own = (lane >= head * shape.head_dim) & (lane < (head + 1) * shape.head_dim)
+    finite = jnp.abs(token) < jnp.inf
+    most = jnp.max(jnp.where(own, jnp.where(finite, jnp.abs(token), jnp.inf), 0.0), axis=1, keepdims=True)
+    scales = jnp.where(most < jnp.inf, most * int8.STEP, jnp.nan)
+    by_lane = jnp.sum(jnp.where(own & (scales > 0), scales, 0.0), axis=0, keepdims=True)
+    values = jnp.round(token / jnp.where(by_lane > 0, by_lane, 1.0))
+    return jnp.clip(jnp.where(finite, values, 0.0), -127, 127), scales
 
 
 def scales_by_row(by_head: jax.Array, place: HeadGroup, shape: AttentionShape) -> jax.Array:

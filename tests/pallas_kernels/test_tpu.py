@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import api, int8, tpu
+from pallas_kernels import api, tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, cuts, decodes, prompts, writes
 from pallas_kernels.tpu.chips import chip
@@ -150,19 +150,14 @@ def test_rows_of_decodes_have_heads_side_by_side(heads, kv_heads, dim, dtype, po
     ).with_blocks(32, 64)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((5, count, dim)), dtype) for count in (heads, kv_heads, kv_heads))
-    rows = np.asarray(tpu._decode_rows(q[:4], tpu._new(k, v, shape), shape))
-    assert rows.shape == (4, shape.group + (4 if pool == "int8" else 2), kv_heads * dim)
+    rows = np.asarray(tpu._decode_rows(tpu._together(q, k, v)[:4]))
+    assert rows.shape == (4, shape.group + 2, kv_heads * dim)
     for head in range(kv_heads):
         mine = rows[:, :, head * dim : (head + 1) * dim]
         queries = q[:4, head * shape.group : (head + 1) * shape.group]
         np.testing.assert_array_equal(mine[:, : shape.group], np.asarray(queries, np.float32))
         for line, new in enumerate((k, v), start=shape.group):
-            if pool == "int8":
-                held, scales = (np.asarray(x[:4, head], np.float32) for x in int8.quantize(new))
-                np.testing.assert_array_equal(mine[:, line + 2], np.repeat(scales[:, None], dim, axis=1))
-            else:
-                held = np.asarray(new[:4, head].astype(pool), np.float32)
-            np.testing.assert_array_equal(mine[:, line], held)
+            np.testing.assert_array_equal(mine[:, line], np.asarray(new[:4, head], np.float32))
 
 
 def test_cores_share_the_units_of_decodes():
