@@ -263,8 +263,7 @@ def _of_prompts(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[
     queries, new = together.astype(operand_dtype(shape)), together[:, :, shape.group :]
     if shape.pool_dtype == INT8:
         new, scales = int8.quantize(new)
-        padding = (0, scale_rows(shape) - shape.num_kv_heads), (0, round_up(n_tokens, LANES) - n_tokens)
-        scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), *padding))
+        scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), (0, 0), (0, round_up(n_tokens, LANES) - n_tokens)))
     new = new.astype(shape.pool_dtype)
     halves = [new, new]
     if shape.head_dim % LANES and shape.num_kv_heads > 1:  # side by side

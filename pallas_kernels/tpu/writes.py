@@ -38,13 +38,13 @@ class NewSlots(NamedTuple):
 
     keys: Any  # [K, rows, tokens, lanes of a head] if heads begin at lane tiles, and [1, 1, tokens, lanes] if not
     values: Any
-    scales: Any = None  # float32[2, scale_rows, tokens]
+    scales: Any = None  # float32[2, K, tokens]
 
 
 class _WriteScratch(NamedTuple):
     """Scratch memory: two buffers for a block's new slots, and two for the block."""
 
-    given: TpuPool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, scale_rows, block_size in whole tiles + 128]
+    given: TpuPool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, K, block_size in whole tiles + 128]
     block: TpuPool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
     in_sems: Any  # [2]; the others too
     out_sems: Any
@@ -169,9 +169,9 @@ class _WriteKernel:
                     given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
                     given = given[:local] if leaf.axis == 0 else given[:, :local]
                     index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
-                    held = leaf.block[side, half]
+                    held = leaf.block[side, half, : len(given)]  # of scales, the rows that are used
                     merged = jnp.where((index >= begin) & (index < end), given, held.astype(jnp.float32))
-                    leaf.block[side, half] = merged.astype(held.dtype)
+                    leaf.block[side, half, : len(given)] = merged.astype(held.dtype)
 
         def serve(carry):
             turn, chunk, column = carry
@@ -229,7 +229,7 @@ def write(
     block = pltpu.VMEM((2, 2, size, lanes), dtype)
     given_scales = block_scales = None
     if pool.scales is not None:
-        given_scales = pltpu.VMEM((2, 2, rows, round_up(size, LANES) + LANES), jnp.float32)
+        given_scales = pltpu.VMEM((2, 2, shape.num_kv_heads, round_up(size, LANES) + LANES), jnp.float32)
         block_scales = pltpu.VMEM((2, 2, rows, size), jnp.float32)
     return pl.pallas_call(
         _WriteKernel(shape=shape),

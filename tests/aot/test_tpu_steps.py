@@ -121,6 +121,7 @@ def test_a_step_of_decodes(tell, hold, topology, quantize):
         ("llama-3-8b", "v5e:2x4", 16, {"kv_cache_dtype": "int8"}, 25),
         ("llama-3-8b", "v6e:2x4", 16, {}, 25),
         ("llama-3-8b", "v6e:2x4", 256, {}, 25),
+        ("llama-3-8b", "v6e:2x4", 256, {"kv_cache_dtype": "int8"}, 25),
         ("qwen3-32b", "v6e:2x4", 16, {}, 25),
         ("qwen3-32b", "v6e:2x4", 256, {}, 25),
         ("gemma-2-9b", "v6e:2x4", 16, {}, 25),
