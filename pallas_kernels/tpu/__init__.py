@@ -152,15 +152,14 @@ class TpuBackend:
         first_block = jnp.asarray(first_block, jnp.int32).reshape(1)
         walk = (meta.kv_lens, meta.tables, first_block)
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
-        together = _together(q, k, v)
         with jax.named_scope("attention_write"):
-            queries, slots = _of_prompts(together, shape, cut.tile)
+            queries, slots = _of_prompts(_together(q, k, v), shape, cut.tile)
             if meta.prompts is not None:
                 pool = writes.write(slots, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
             bounds = meta.decode_bounds[shape.windows.index(window)]
-            rows = _decode_rows(together[:n_chunks])
+            rows = _decode_rows(*(each[:n_chunks] for each in (q, k, v)))
             out, pool = decodes.attend(
                 rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
@@ -239,12 +238,13 @@ def _prepare(
 def _together(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """[T, K, group + 2, D] as the product of a layer has them: XLA sees that nothing changed their places."""
     queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-    return jnp.concatenate([queries, k[:, :, None], v[:, :, None]], axis=2)
+    return jnp.concatenate([queries, jnp.stack([k, v], axis=2)], axis=2)
 
 
-def _decode_rows(together: jax.Array) -> jax.Array:
+def _decode_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """float32[C, group + 2, K * D] (see `decodes.attend`)."""
-    rows = together.astype(jnp.float32).swapaxes(1, 2)
+    # In float32 before they are put together: of bfloat16, XLA would not see that their places are as they were.
+    rows = _together(*(each.astype(jnp.float32) for each in (q, k, v))).swapaxes(1, 2)
     return rows.reshape(*rows.shape[:2], -1)
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import api, tpu
+from pallas_kernels import api, int8, tpu
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu import TpuBackend, cuts, decodes, prompts, writes
+from pallas_kernels.tpu import TpuBackend, cuts, decodes, head_groups, prompts, writes
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import Cut
+from pallas_kernels.tpu.layout import lanes_of
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
@@ -137,27 +138,37 @@ def test_kernels_of_a_program(decodes_only, kernels):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 128), (6, 2, 80), (4, 1, 64)])
-@pytest.mark.parametrize(("dtype", "pool"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "int8")])
-def test_rows_of_decodes_have_heads_side_by_side(heads, kv_heads, dim, dtype, pool):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_decodes_have_heads_side_by_side(heads, kv_heads, dim, dtype):
     """A head's queries are in a line each, and above its key and its value."""
-    shape = AttentionShape(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        dtype=jnp.dtype(dtype),
-        pool_dtype=jnp.dtype(pool),
-        alibi=False,
-    ).with_blocks(32, 64)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((5, count, dim)), dtype) for count in (heads, kv_heads, kv_heads))
-    rows = np.asarray(tpu._decode_rows(tpu._together(q, k, v)[:4]))
-    assert rows.shape == (4, shape.group + 2, kv_heads * dim)
+    group, rng = heads // kv_heads, np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((4, count, dim)), dtype) for count in (heads, kv_heads, kv_heads))
+    rows = np.asarray(tpu._decode_rows(q, k, v))
+    assert rows.shape == (4, group + 2, kv_heads * dim)
     for head in range(kv_heads):
         mine = rows[:, :, head * dim : (head + 1) * dim]
-        queries = q[:4, head * shape.group : (head + 1) * shape.group]
-        np.testing.assert_array_equal(mine[:, : shape.group], np.asarray(queries, np.float32))
-        for line, new in enumerate((k, v), start=shape.group):
-            np.testing.assert_array_equal(mine[:, line], np.asarray(new[:4, head], np.float32))
+        queries = q[:, head * group : (head + 1) * group]
+        np.testing.assert_array_equal(mine[:, :group], np.asarray(queries, np.float32))
+        for line, new in enumerate((k, v), start=group):
+            np.testing.assert_array_equal(mine[:, line], np.asarray(new[:, head], np.float32))
+
+
+def test_the_heads_of_a_token_are_rounded_as_quantize_does():
+    shape = AttentionShape(
+        num_heads=5,
+        num_kv_heads=5,
+        head_dim=80,
+        dtype=np.dtype(jnp.bfloat16),
+        pool_dtype=np.dtype(np.int8),
+        alibi=False,
+    )
+    heads = np.random.default_rng(0).standard_normal((5, 80)).astype(np.float32)
+    heads[1], heads[2, 7], heads[3, 9] = 0, np.nan, -np.inf
+    values, scales = head_groups.rounded(jnp.pad(heads.reshape(1, -1), ((0, 0), (0, lanes_of(shape) - 400))), shape)
+    expected, expected_scales = int8.quantize(jnp.asarray(heads))
+    np.testing.assert_array_equal(scales[:5, 0], expected_scales)
+    whole = np.isfinite(expected_scales)
+    np.testing.assert_array_equal(np.asarray(values)[0, :400].reshape(5, 80)[whole], expected[whole])
 
 
 def test_cores_share_the_units_of_decodes():
