@@ -236,7 +236,10 @@ def _prepare(
 
 
 def _together(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """[T, K, group + 2, D] as the product of a layer has them: XLA sees that nothing changed their places."""
+    """[T, K, group + 2, D], as the product of a layer has them.
+
+    XLA sees that nothing changed their places.
+    """
     queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     return jnp.concatenate([queries, jnp.stack([k, v], axis=2)], axis=2)
 

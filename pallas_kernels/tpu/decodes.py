@@ -262,7 +262,7 @@ class _DecodeKernel:
         return scales_by_row(by_head, place, self.shape)
 
     def _add_scales(self, scale_buf, new_scale_buf, scales, half, side, unit, ring, slot, own) -> None:
-        """Store the scales [scale_rows, 1] of a row's token in its block, here and in the output buffer."""
+        """Store the scales [scale_rows, 1] of a row's token, here and in the output buffer."""
         size = self.shape.local_slots
         block, inside = lax.div(slot, size), lax.rem(own, size)
         held = scale_buf[side, unit, block, half]
