@@ -263,25 +263,22 @@ def _of_prompts(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[
     Where they can be one array, they are: then it is what the layer's product made, and XLA copies nothing.
     """
     n_tokens, multiple, scales = len(together), max(tile, slot_tile(shape.pool_dtype)), None
-    queries, new = together.astype(operand_dtype(shape)), together[:, :, shape.group :]
-    if shape.pool_dtype == INT8:
-        new, scales = int8.quantize(new)
-        scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), (0, 0), (0, round_up(n_tokens, LANES) - n_tokens)))
-    new = new.astype(shape.pool_dtype)
-    halves = [new, new]
-    if shape.head_dim % LANES and shape.num_kv_heads > 1:  # side by side
-        queries = queries[:, :, : shape.group]
-        halves = [new[:, :, half].reshape(n_tokens, 1, 1, -1) for half in range(2)]
-    elif queries.dtype == new.dtype:
-        halves = [queries, queries]
-    queries, keys, values = (_by_token(each, multiple) for each in (queries, *halves))
-    return queries, writes.NewSlots(keys, values, scales)
+    queries = kv = _by_row(together.astype(operand_dtype(shape)), multiple)
+    if shape.pool_dtype != queries.dtype:
+        new = together[:, :, shape.group :]
+        if shape.pool_dtype == INT8:
+            new, scales = int8.quantize(new)
+            scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), (0, 0), (0, round_up(n_tokens, LANES) - n_tokens)))
+        kv = _by_row(new.astype(shape.pool_dtype), multiple)
+    return queries, writes.NewSlots(kv, scales)
 
 
-def _by_token(x: jax.Array, multiple: int) -> jax.Array:
-    """[T, K, R, D] as [K, R, T, lanes]: T is padded to a multiple, and D to whole lane tiles."""
-    n_tokens, lanes = len(x), x.shape[-1]
-    padding = (0, round_up(n_tokens, multiple) - n_tokens), (0, round_up(lanes, LANES) - lanes)
+def _by_row(x: jax.Array, multiple: int) -> jax.Array:
+    """[T, K, R, D] as [K, R, T, D], or as [1, R, T, lanes] if heads are no whole lane tiles; T becomes a multiple."""
+    n_tokens, dim = len(x), x.shape[-1]
+    if dim % LANES:  # heads side by side
+        x = x.swapaxes(1, 2).reshape(n_tokens, 1, x.shape[2], -1)
+    padding = (0, round_up(n_tokens, multiple) - n_tokens), (0, round_up(x.shape[-1], LANES) - x.shape[-1])
     return jnp.pad(x.transpose(1, 2, 0, 3), ((0, 0), (0, 0), *padding))
 
 

@@ -103,16 +103,15 @@ class _PromptKernel:
         parts, span = TileParts(steps, part), steps.span
 
         def begin_chunk(turn, at, head, chunk):
-            """Move the head's queries to its lanes; start the softmax, from the sinks if any."""
+            """Clear the lanes of other heads' queries; start the softmax, from the sinks if any."""
 
             def begin(i, _first, _last):
                 rows = parts.rows(i)
-                queries = q_buf[(lax.rem(turn, 2), *parts.place(i))].astype(jnp.float32)
-                queries = queries.reshape(part.rows, out_lanes(shape))
-                if lanes > out_lanes(shape):
-                    zeros = jnp.zeros((part.rows, lanes - out_lanes(shape)), jnp.float32)
-                    queries = jnp.concatenate([queries, zeros], axis=1)
-                query[rows] = _turn(queries, head * dim - steps.lane_of(head), dim).astype(operand)
+                queries = q_buf[(lax.rem(turn, 2), *parts.place(i))].astype(jnp.float32).reshape(part.rows, lanes)
+                if dim % LANES:
+                    lane = lax.broadcasted_iota(jnp.int32, queries.shape, 1) - (head * dim - steps.lane_of(head))
+                    queries = jnp.where((lane >= 0) & (lane < dim), queries, 0.0)
+                query[rows] = queries.astype(operand)
                 if sinks is None:
                     maximum[rows] = jnp.full((part.rows, LANES), LOWEST, jnp.float32)
                     total[rows] = jnp.zeros((part.rows, LANES), jnp.float32)
@@ -317,8 +316,7 @@ def attend(
     """Attention of the chunks after the decodes; their keys and values are in the pool.
 
     Args:
-      q: [K, group or more, T in whole tiles, out_lanes]: queries by head, zeros past head_dim; what follows them in a
-        group is not read.
+      q: queries, arranged as `writes.NewSlots`: the first rows of a head.
       bounds: int32[4], the first two of which are the first flat token of these chunks, and one past the last. With
         several `slot_parts`, which of them this is comes after.
       tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.
@@ -354,7 +352,7 @@ def attend(
             scratch_shapes=[
                 PromptScratch(
                     blocks=TpuPool(scratch(AHEAD + 1, 2, slots, lanes, dtype=shape.pool_dtype), scales),
-                    queries=scratch(2, shape.group, tile, out_lanes(shape), dtype=q.dtype),
+                    queries=scratch(2, shape.group, tile, lanes, dtype=q.dtype),
                     out=scratch(2, shape.group, tile, given),
                     query=scratch(rows, lanes, dtype=operand_dtype(shape)),
                     maximum=scratch(rows, LANES),

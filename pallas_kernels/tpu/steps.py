@@ -163,8 +163,8 @@ class PromptScratch(NamedTuple):
     """Scratch memory of a core: buffers for inputs and outputs; a head's queries, softmax."""
 
     blocks: TpuPool  # [AHEAD + 1, 2, slots, head_span], [AHEAD + 1, slots / block_size, 2, scale_rows, block_size]
-    queries: Any  # [2, group, tile, out_lanes]; the results too
-    out: Any
+    queries: Any  # [2, group, tile, head_span]
+    out: Any  # [2, group, tile, out_lanes]
     query: Any  # [rows, head_span]
     maximum: Any  # [rows, 128], equal in all lanes; the sum too
     total: Any
@@ -255,7 +255,9 @@ class PromptSteps(NamedTuple):
     def of_queries(self, side, at, head):
         """The copy of a KV head's queries."""
         place, sem = self._tokens_of(at), self.scratch.query_sems.at[side]
-        queries = self.q.at[head, pl.ds(0, self.shape.group), place]
+        group, lanes = pl.ds(0, self.shape.group), pl.ds(self.lane_of(head), head_span(self.shape))
+        whole = self.shape.head_dim % LANES == 0
+        queries = self.q.at[head, group, place] if whole else self.q.at[0, group, place, lanes]
         return pltpu.make_async_copy(queries, self.scratch.queries.at[side], sem)
 
     def of_results(self, side, at, head, act):

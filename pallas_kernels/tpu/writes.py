@@ -33,11 +33,10 @@ from pallas_kernels.tpu.layout import (
 class NewSlots(NamedTuple):
     """Keys and values of the flat tokens in the pool's dtype, padded to whole memory tiles.
 
-    Keys and values may be one array, of which they are the last two rows: other rows are not read.
+    They are the last two rows. Those of queries may come before, which are not read.
     """
 
-    keys: Any  # [K, rows, tokens, lanes of a head] if heads begin at lane tiles, and [1, 1, tokens, lanes] if not
-    values: Any
+    kv: Any  # [K, rows, tokens, D] if heads are whole lane tiles, and [1, rows, tokens, lanes] if not
     scales: Any = None  # float32[2, K, tokens]
 
 
@@ -53,7 +52,7 @@ class _WriteScratch(NamedTuple):
 class _Leaf(NamedTuple):
     """Keys and values, or their scales, in any memory."""
 
-    new: tuple[Any, Any]  # of keys and of values
+    new: Any
     pool: Any
     given: Any
     block: Any
@@ -62,7 +61,7 @@ class _Leaf(NamedTuple):
 
     @property
     def tokens(self):
-        return self.new[0].shape[self.axis - 2]
+        return self.new.shape[self.axis - 2]
 
     @property
     def copied(self):
@@ -80,16 +79,14 @@ class _Leaf(NamedTuple):
     def each_copy(self, token, side, half, sem, act):
         """Call `act` with every copy of a half of `token` and those after it."""
         source, target, given = pl.ds(self.first(token), self.copied), pl.ds(0, self.copied), self.given.at[side, half]
-        new = self.new[half]
         if self.axis == 1:
-            act(pltpu.make_async_copy(new.at[:, source], given.at[:, target], sem))
+            act(pltpu.make_async_copy(self.new.at[half, :, source], given.at[:, target], sem))
             return
-        heads, rows, _, lanes = new.shape
-        row = max(rows - 2 + half, 0)
+        heads, rows, _, lanes = self.new.shape
 
         def of_head(head, _):
             place = pl.ds(pl.multiple_of(head * lanes, LANES), lanes)
-            act(pltpu.make_async_copy(new.at[head, row, source], given.at[target, place], sem))
+            act(pltpu.make_async_copy(self.new.at[head, rows - 2 + half, source], given.at[target, place], sem))
 
         lax.fori_loop(0, heads, of_head, None)
 
@@ -115,9 +112,9 @@ class _WriteKernel:
         shape, size, local = self.shape, self.shape.block_size, self.shape.local_slots
         first_slot = 0 if shape.slot_parts == 1 else bounds[4] * local
         kept = list(zip(pool, scratch.given, scratch.block, strict=True))
-        leaves = [_Leaf((new.keys, new.values), *kept[0], axis=0, multiple=slot_tile(shape.pool_dtype))]
+        leaves = [_Leaf(new.kv, *kept[0], axis=0, multiple=slot_tile(shape.pool_dtype))]
         if new.scales is not None:
-            leaves.append(_Leaf((new.scales.at[0], new.scales.at[1]), *kept[1], axis=1, multiple=LANES))
+            leaves.append(_Leaf(new.scales, *kept[1], axis=1, multiple=LANES))
         first_chunk, end_chunk = bounds[2], bounds[3]
 
         def after(chunk, column):
@@ -249,7 +246,7 @@ def write(
         ),
         input_output_aliases={5 + n_new + i: i for i in range(n_leaves)},
         compiler_params=COMPILER_PARAMS,
-        cost_estimate=costs.of_writes(shape, new.keys.shape[2]),
+        cost_estimate=costs.of_writes(shape, new.kv.shape[2]),
         interpret=interpret,
         name="attention_write",
     )(bounds, offsets, kv_lens, tables, first_block, new, kept_in_memory(pool, interpret))[0]

@@ -117,6 +117,8 @@ def test_a_step_of_decodes(tell, hold, topology, quantize):
 @pytest.mark.parametrize(
     ("name", "topology", "tokens", "kept", "most"),
     [
+        ("bloom-560m", "v6e:1x1", 16, {}, 25),
+        ("bloom-560m", "v6e:1x1", 256, {}, 25),
         ("llama-3-8b", "v5e:2x4", 16, {}, 25),
         ("llama-3-8b", "v5e:2x4", 16, {"kv_cache_dtype": "int8"}, 25),
         ("llama-3-8b", "v6e:2x4", 16, {}, 25),
@@ -137,11 +139,12 @@ def test_steps_of_published_models(tell, hold, name, topology, tokens, kept, mos
     """Decodes of 16 rows, or a mixed iteration of 256 tokens."""
     _, config = model_catalog.find(name)
     sizes = {"max_rows": 16, "buckets": (tokens,), "max_context": 2048, "slots": 16 * 2048}
+    parsed = devices.parse(topology)
     deployment = Deployment(
         name=name,
         config=config,
-        topology=devices.parse(topology),
-        engine=EngineConfig(tensor=8, dtype="bfloat16", **sizes, **kept),
+        topology=parsed,
+        engine=EngineConfig(tensor=parsed.num_devices, dtype="bfloat16", **sizes, **kept),
         spec=specs.default(config.family),
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
@@ -150,7 +153,7 @@ def test_steps_of_published_models(tell, hold, name, topology, tokens, kept, mos
     text = lowered.compile(compiler_options.of("tpu", absent=True)).as_text()
     figures = figures_of_step(text or "", config.num_layers)
     held = ", ".join(kept.values()) or "bfloat16"
-    tell("whole models over 8 devices, 16 rows", model=name, devices=topology, tokens=tokens, held=held, **figures)
+    tell("whole models, 16 rows", model=name, devices=topology, tokens=tokens, held=held, **figures)
     assert figures["operations a layer"] < most
     told = "".join(f", {key} {value}" for key, value in kept.items())
     hold(f"{topology}, {tokens} tokens of {name}{told}", figures)
