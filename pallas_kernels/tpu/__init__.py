@@ -274,7 +274,10 @@ def _of_prompts(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[
 
 
 def _by_row(x: jax.Array, multiple: int) -> jax.Array:
-    """[T, K, R, D] as [K, R, T, D], or as [1, R, T, lanes] if heads are no whole lane tiles; T becomes a multiple."""
+    """[T, K, R, D] as [K, R, T, D], with T padded to a multiple.
+
+    Heads that are no whole lane tiles lie side by side: [1, R, T, lanes].
+    """
     n_tokens, dim = len(x), x.shape[-1]
     if dim % LANES:  # heads side by side
         x = x.swapaxes(1, 2).reshape(n_tokens, 1, x.shape[2], -1)
