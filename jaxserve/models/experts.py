@@ -44,6 +44,7 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def softmax_of_chosen(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:
     """Weights [T, n] of experts with the logits `chosen`: the softmax of these."""
+    # The largest of all is always chosen, and a TPU finds it in the operation that makes the logits.
     each = jnp.exp(chosen - jnp.max(logits, -1, keepdims=True))
     return each / jnp.sum(each, -1, keepdims=True)
 

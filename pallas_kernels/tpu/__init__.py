@@ -153,7 +153,7 @@ class TpuBackend:
         walk = (meta.kv_lens, meta.tables, first_block)
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
         with jax.named_scope("attention_write"):
-            queries, slots = _of_prompts(_together(q, k, v), shape, cut.tile)
+            queries, slots = _prompt_operands(_together(q, k, v), shape, cut.tile)
             if meta.prompts is not None:
                 pool = writes.write(slots, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
@@ -257,23 +257,23 @@ def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
     return out.reshape(len(out), shape.num_heads, shape.head_dim)
 
 
-def _of_prompts(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[jax.Array, writes.NewSlots]:
+def _prompt_operands(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[jax.Array, writes.NewSlots]:
     """Queries as `prompts.attend` reads them, and new keys and values as `writes.write` does.
 
     Where they can be one array, they are: then it is what the layer's product made, and XLA copies nothing.
     """
     n_tokens, multiple, scales = len(together), max(tile, slot_tile(shape.pool_dtype)), None
-    queries = kv = _by_row(together.astype(operand_dtype(shape)), multiple)
+    queries = kv = _heads_first(together.astype(operand_dtype(shape)), multiple)
     if shape.pool_dtype != queries.dtype:
         new = together[:, :, shape.group :]
         if shape.pool_dtype == INT8:
             new, scales = int8.quantize(new)
             scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), (0, 0), (0, round_up(n_tokens, LANES) - n_tokens)))
-        kv = _by_row(new.astype(shape.pool_dtype), multiple)
+        kv = _heads_first(new.astype(shape.pool_dtype), multiple)
     return queries, writes.NewSlots(kv, scales)
 
 
-def _by_row(x: jax.Array, multiple: int) -> jax.Array:
+def _heads_first(x: jax.Array, multiple: int) -> jax.Array:
     """[T, K, R, D] as [K, R, T, D], with T padded to a multiple.
 
     Heads that are no whole lane tiles lie side by side: [1, R, T, lanes].

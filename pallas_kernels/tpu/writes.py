@@ -77,7 +77,7 @@ class _Leaf(NamedTuple):
         return pl.multiple_of(jnp.clip(token & -self.multiple, 0, most), self.multiple)
 
     def each_copy(self, token, side, half, sem, act):
-        """Call `act` with every copy of a half of `token` and those after it."""
+        """Call `act` with every copy of the keys (half 0) or values of `token` and those after it."""
         source, target, given = pl.ds(self.first(token), self.copied), pl.ds(0, self.copied), self.given.at[side, half]
         if self.axis == 1:
             act(pltpu.make_async_copy(self.new.at[half, :, source], given.at[:, target], sem))
