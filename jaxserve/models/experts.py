@@ -42,16 +42,20 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return nnx.silu(gate) * up
 
 
-def softmax_of_chosen(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:
-    """Weights [T, n] of experts with the logits `chosen`: the softmax of these."""
-    # The largest of all is always chosen, and a TPU finds it in the operation that makes the logits.
-    each = jnp.exp(chosen - jnp.max(logits, -1, keepdims=True))
-    return each / jnp.sum(each, -1, keepdims=True)
+def shares(
+    chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"], add_up: bool
+) -> tuple[Float32[jax.Array, "T n"], Float32[jax.Array, "T 1"]]:
+    """Weights of a token's experts, and what to divide them by.
 
-
-def chosen_of_softmax(chosen: Float32[jax.Array, "T n"], logits: Float32[jax.Array, "T E"]) -> jax.Array:
-    """Weights [T, n] of experts with the logits `chosen`: their part of the softmax of all."""
-    return jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
+    Args:
+      chosen: logits of these experts; -inf for weight 0.
+      logits: of all experts, of which the largest is chosen, or none: then the weights may be divided by 0.
+      add_up: whether the weights are the softmax of those chosen, or their part of the softmax of all.
+    """
+    # A TPU finds the largest of all in the operation that makes the logits.
+    most = jnp.max(logits, -1, keepdims=True)
+    each = jnp.exp(chosen - most)
+    return each, jnp.sum(each if add_up else jnp.exp(logits - most), -1, keepdims=True)
 
 
 def are_largest(logits: Float32[jax.Array, "T E"], count: int) -> Bool[jax.Array, "T E"]:
@@ -69,7 +73,7 @@ class Experts(nnx.Module):
 
     Args:
       bias: whether router and projections have biases.
-      weigh: weights of experts, given the logits of these experts (-inf for weight 0) and of all.
+      weights_add_up: whether the weights of a token's experts add up to 1 (see `shares`).
       activation: of (gate, up), both float32.
     """
 
@@ -79,11 +83,11 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs,
         *,
         bias: bool = False,
-        weigh: Callable[[jax.Array, jax.Array], jax.Array] = softmax_of_chosen,
+        weights_add_up: bool = True,
         activation: Activation = gated,
     ) -> None:
         count, hidden, ffn = config.num_experts, config.hidden_size, config.ffn_size
-        self.config, self.weigh, self.activation = config, weigh, activation
+        self.config, self.weights_add_up, self.activation = config, weights_add_up, activation
         self.router = Linear(hidden, count, config, rngs, bias=bias)
         self.gate = StackedLinear(count, hidden, ffn, config, rngs, bias=bias)
         self.up = StackedLinear(count, hidden, ffn, config, rngs, bias=bias)
@@ -97,11 +101,12 @@ class Experts(nnx.Module):
         count, per_token = self.config.num_experts, self.config.experts_per_token
         logits, is_padding = self.router(x), positions[:, None] < 0
         if products is not None and products.takes_all_experts(len(x), per_token, count):
-            chosen, experts = jnp.where(are_largest(logits, per_token), logits, -jnp.inf), None
+            chosen, experts = jnp.where(are_largest(logits, per_token) & ~is_padding, logits, -jnp.inf), None
         else:
             chosen, experts = jax.lax.top_k(logits, per_token)
             experts = jnp.where(is_padding, count, experts.astype(jnp.int32))
-        weights = jnp.where(is_padding, 0, self.weigh(chosen, logits))
+            chosen = jnp.where(is_padding, -jnp.inf, chosen)
+        weights, total = shares(chosen, logits, self.weights_add_up)
         if products is None:
             y = compute(x, experts, weights, kernels, activation=self.activation, product=ragged_product)
         else:
@@ -111,7 +116,8 @@ class Experts(nnx.Module):
             if experts is not None:
                 bias, axes = bias[jnp.minimum(experts, count - 1)], "tk,tkh->th"
             y += jnp.einsum(axes, weights, bias, precision="highest")
-        return y
+        # A TPU does this where it adds the result to the residual. For the weights, it needs an operation of its own.
+        return jnp.where(is_padding, 0, y / total)
 
 
 def _unbound(leaf: Any) -> Any:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxserve.models import decoder, experts
 from jaxserve.models.decoder import NO_PARAMETERS, PREFIX, DecoderBlock, DecoderConfig
-from jaxserve.models.experts import Experts, chosen_of_softmax, softmax_of_chosen
+from jaxserve.models.experts import Experts
 from jaxserve.models.hf_names import linear
 from jaxserve.models.layers import RMSNormedHead, TokenEmbed
 from jaxserve.models.rotary import rotated
@@ -25,7 +25,7 @@ AXES = decoder.AXES | {"layer": decoder.AXES["layer"] | {"experts": experts.AXES
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
     """Attributes:
-    weights_add_up: whether the weights of a token's experts are scaled to a sum of 1.
+    weights_add_up: whether the weights of a token's experts add up to 1.
     """
 
     weights_add_up: bool
@@ -77,8 +77,7 @@ def hf_config(config: Qwen3MoeConfig) -> dict[str, Any]:
 
 def Block(config: Qwen3MoeConfig, rngs: nnx.Rngs, layer: int = 0) -> DecoderBlock:
     """The layer."""
-    weigh = softmax_of_chosen if config.weights_add_up else chosen_of_softmax
-    return DecoderBlock(config, rngs, layer, experts=partial(Experts, weigh=weigh))
+    return DecoderBlock(config, rngs, layer, experts=partial(Experts, weights_add_up=config.weights_add_up))
 
 
 Embed, Head = TokenEmbed, RMSNormedHead

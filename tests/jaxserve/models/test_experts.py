@@ -83,12 +83,12 @@ def test_the_largest_are_those_of_top_k():
 
 
 @pytest.mark.parametrize("shift", [-200, 0, 200])
-@pytest.mark.parametrize("weigh", [experts.softmax_of_chosen, experts.chosen_of_softmax])
-def test_weights_depend_on_differences_of_logits(weigh, shift):
+@pytest.mark.parametrize("add_up", [True, False])
+def test_weights_depend_on_differences_of_logits(add_up, shift):
     logits = jnp.float32([[1, 3, 2, 0]])
     chosen = jnp.float32([[-jnp.inf, 3, 2, -jnp.inf]])
-    weights = np.asarray(weigh(chosen + shift, logits + shift))[0]
-    among = [3, 2] if weigh is experts.softmax_of_chosen else [1, 3, 2, 0]
+    weights, total = experts.shares(chosen + shift, logits + shift, add_up)
+    weights, among = np.asarray(weights / total)[0], [3, 2] if add_up else [1, 3, 2, 0]
     np.testing.assert_allclose(weights, [0, *np.exp([3, 2]) / np.exp(among).sum(), 0], rtol=1e-5)
 
 
@@ -132,7 +132,8 @@ def test_every_token_gets_what_its_experts_give(name, with_all):
             getattr(getattr(module, piece), leaf).set_value(value)
     logits = module.router(x)
     largest, chosen = jax.lax.top_k(logits, config.experts_per_token)
-    weights, chosen = np.asarray(module.weigh(largest, logits)), np.asarray(chosen)
+    weights, total = experts.shares(largest, logits, module.weights_add_up)
+    weights, chosen = np.asarray(weights / total), np.asarray(chosen)
     if with_all:
         products = matmul.DeviceProducts(native=None, device_kind="TPU v5 lite")
         assert products.takes_all_experts(len(x), config.experts_per_token, config.num_experts)
