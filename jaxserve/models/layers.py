@@ -171,7 +171,7 @@ class TransformerBlock(nnx.Module):
         self.attention_norm = norm(config)
         shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
         # Norms and rotations work on heads, so the product is made by head for them.
-        by_head = {"shape": shape} if rotary or head_norm else {}
+        by_head = {"shape": (shape[0] * shape[1], shape[2])}
         self.qkv = Linear(hidden, math.prod(shape), config, rngs, bias=attention_bias, **by_head)
         self.q_norm = head_norm(config) if head_norm else None
         self.k_norm = head_norm(config) if head_norm else None
