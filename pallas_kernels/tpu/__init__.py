@@ -20,15 +20,19 @@ from pallas_kernels.api import AttentionBatch, AttentionShape, PartialAttention
 from pallas_kernels.tpu import cuts, decodes, prompts, writes
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import Cut, largest_block, slot_bytes
+from pallas_kernels.tpu.decode_steps import TOKENS
 from pallas_kernels.tpu.layout import (
     BFLOAT16,
     INT8,
     LANES,
     TpuPool,
+    heads_of_tile,
     lanes_of,
     operand_dtype,
+    result_lanes,
     round_up,
     scale_rows,
+    side_by_side,
     slot_tile,
     visited,
 )
@@ -153,27 +157,22 @@ class TpuBackend:
         walk = (meta.kv_lens, meta.tables, first_block)
         static: dict[str, Any] = {"shape": shape, "interpret": self.interpret}
         with jax.named_scope("attention_write"):
-            queries, slots = _prompt_operands(_together(q, k, v), shape, cut.tile)
+            tokens, slots = _operands(_together(q, k, v), shape, None if meta.prompts is None else cut.tile)
             if meta.prompts is not None:
                 pool = writes.write(slots, pool, meta.prompts.bounds, meta.prompts.offsets, *walk, **static)
         with jax.named_scope("attention_attend"):
             static |= {"scale": scale, "window": window}
             bounds = meta.decode_bounds[shape.windows.index(window)]
-            rows = _decode_rows(*(each[:n_chunks] for each in (q, k, v)))
             out, pool = decodes.attend(
-                rows, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
+                tokens, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
-            out, n_decodes = out[..., : shape.num_kv_heads * shape.head_dim], bounds[chip(shape).cores]
-            if meta.prompts is None:  # one operation in this shape, and three once heads are split
+            out, n_decodes = out[:n_chunks], bounds[chip(shape).cores]
+            if meta.prompts is None:  # one operation in this shape, and three once heads are side by side
                 out = jnp.where(jnp.arange(n_chunks)[:, None, None] < n_decodes, out, 0.0)
-            found = [_by_head(out[:, : shape.group], shape)]
-            if shape.slot_parts > 1:
-                found.append(_by_head(out[:, shape.group :], shape)[..., :1])
-            # With heads side by side, as the product after it reads them.
-            found = [jnp.pad(each.reshape(n_chunks, -1), ((0, n_tokens - n_chunks), (0, 0))) for each in found]
+            found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0))) for each in _results(out, shape)]
             if meta.prompts is not None:
                 of_prompts = prompts.attend(
-                    queries,
+                    tokens,
                     pool,
                     meta.prompts.bounds,
                     meta.prompts.offsets,
@@ -184,11 +183,10 @@ class TpuBackend:
                     cut=cut,
                     **static,
                 )[:n_tokens]
-                of_prompts = of_prompts.reshape(n_tokens, shape.num_heads, -1)
                 token = jnp.arange(n_tokens)[:, None]
-                rest = [of_prompts[..., : shape.head_dim], of_prompts[..., -1:]]
-                rest = [jnp.where(token < meta.prompts.bounds[1], each.reshape(n_tokens, -1), 0.0) for each in rest]
-                found = [jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=False)]
+                of_prompts = _results(of_prompts.reshape(n_tokens, -1, result_lanes(shape)), shape)
+                rest = [jnp.where(token < meta.prompts.bounds[1], each, 0.0) for each in of_prompts]
+                found = [jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=True)]
             out, *lse = found
             out = out.astype(q.dtype).reshape(q.shape)
             return (PartialAttention(out, lse[0]) if lse else out), pool
@@ -232,7 +230,7 @@ def _prepare(
     )
 
 
-# Arrange queries, keys and values as the kernels read them.
+# Arrange queries, keys and values as the kernels read them, and results as the product after them does.
 
 
 def _together(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -244,45 +242,47 @@ def _together(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.concatenate([queries, jnp.stack([k, v], axis=2)], axis=2)
 
 
-def _decode_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """float32[C, group + 2, K * D] (see `decodes.attend`)."""
-    # In float32 before they are put together: of bfloat16, XLA would not see that their places are as they were.
-    rows = _together(*(each.astype(jnp.float32) for each in (q, k, v))).swapaxes(1, 2)
-    return rows.reshape(*rows.shape[:2], -1)
-
-
-def _by_head(out: jax.Array, shape: AttentionShape) -> jax.Array:
-    """[C, group, K * D] as [C, N, D]."""
-    out = out.reshape(len(out), shape.group, shape.num_kv_heads, shape.head_dim).swapaxes(1, 2)
-    return out.reshape(len(out), shape.num_heads, shape.head_dim)
-
-
-def _prompt_operands(together: jax.Array, shape: AttentionShape, tile: int) -> tuple[jax.Array, writes.NewSlots]:
-    """Queries as `prompts.attend` reads them, and new keys and values as `writes.write` does.
+def _operands(together: jax.Array, shape: AttentionShape, tile: int | None) -> tuple[jax.Array, writes.NewSlots]:
+    """What the kernels read: tokens to attend with, and new slots to write.
 
     Where they can be one array, they are: then it is what the layer's product made, and XLA copies nothing.
+
+    Args:
+      tile: of `prompts.attend`; None if there are decodes only.
     """
-    n_tokens, multiple, scales = len(together), max(tile, slot_tile(shape.pool_dtype)), None
-    queries = kv = _heads_first(together.astype(operand_dtype(shape)), multiple)
-    if shape.pool_dtype != queries.dtype:
+    n_tokens, scales = len(together), None
+    multiple = min(n_tokens, TOKENS) if tile is None else max(tile, slot_tile(shape.pool_dtype))
+    tokens = kv = _heads_first(together.astype(operand_dtype(shape)), shape, multiple)
+    if shape.pool_dtype != tokens.dtype:
         new = together[:, :, shape.group :]
         if shape.pool_dtype == INT8:
             new, scales = int8.quantize(new)
             scales = jnp.pad(scales.transpose(2, 1, 0), ((0, 0), (0, 0), (0, round_up(n_tokens, LANES) - n_tokens)))
-        kv = _heads_first(new.astype(shape.pool_dtype), multiple)
-    return queries, writes.NewSlots(kv, scales)
+        kv = _heads_first(new.astype(shape.pool_dtype), shape, multiple)
+    return tokens, writes.NewSlots(kv, scales)
 
 
-def _heads_first(x: jax.Array, multiple: int) -> jax.Array:
-    """[T, K, R, D] as [K, R, T, D], with T padded to a multiple.
+def _heads_first(x: jax.Array, shape: AttentionShape, multiple: int) -> jax.Array:
+    """[T, K, lines, D] as [K, lines, T, D], with T padded to a multiple.
 
-    Heads that are no whole lane tiles lie side by side: [1, R, T, lanes].
+    With heads `side_by_side`, as [1, lines, T, lanes].
     """
-    n_tokens, dim = len(x), x.shape[-1]
-    if dim % LANES:  # heads side by side
+    n_tokens, padding = len(x), 0
+    if side_by_side(shape):
         x = x.swapaxes(1, 2).reshape(n_tokens, 1, x.shape[2], -1)
-    padding = (0, round_up(n_tokens, multiple) - n_tokens), (0, round_up(x.shape[-1], LANES) - x.shape[-1])
-    return jnp.pad(x.transpose(1, 2, 0, 3), ((0, 0), (0, 0), *padding))
+        padding = lanes_of(shape) - x.shape[-1]
+    more = round_up(n_tokens, multiple) - n_tokens
+    return jnp.pad(x.transpose(1, 2, 0, 3), ((0, 0), (0, 0), (0, more), (0, padding)))
+
+
+def _results(out: jax.Array, shape: AttentionShape) -> list[jax.Array]:
+    """Results of kernels [n, tiles, result_lanes] as [n, N * D].
+
+    With several `slot_parts`, the logarithms of the sums [n, N] follow.
+    """
+    used = heads_of_tile(shape) * shape.head_dim
+    parts = [out[..., :used], out[..., -1:]] if shape.slot_parts > 1 else [out[..., :used]]
+    return [part.reshape(len(out), -1) for part in parts]
 
 
 BACKEND = TpuBackend()

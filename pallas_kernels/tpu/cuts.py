@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     """Sizes of the kernels' steps.
 
     Attributes:
-      units / unit_slots: pieces of rows in one step of the decode kernel, and the slots of each.
+      units / unit_slots: pieces of rows in one step of the decode kernel, at most 8, and the slots of each.
       tile / tile_slots: flat tokens in one step of the prompt kernel, and the slots that it visits.
       part_rows / part_slots: most rows and slots of one product of the prompt kernel (`part_of_tile`).
       joint_parts: parts without a mask that follow each other in one block of code, in which the products of one

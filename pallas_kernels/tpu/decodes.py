@@ -26,7 +26,8 @@ from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import costs
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import memory_of_decodes
-from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, query_lanes, rounded, scales_by_row
+from pallas_kernels.tpu.decode_steps import TOKENS, DecodeScratch, DecodeSteps, buffers
+from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, moved, query_lanes, rounded, scales_by_row
 from pallas_kernels.tpu.layout import (
     LANES,
     LOWEST,
@@ -34,17 +35,19 @@ from pallas_kernels.tpu.layout import (
     TpuPool,
     across,
     dot,
+    heads_of_tile,
     kept_in_memory,
     lanes_of,
     log_sum,
     operand_dtype,
     positions_of,
+    result_lanes,
     scale_rows,
     score_factor,
     slot_tile,
     soft_capped,
+    with_lanes,
 )
-from pallas_kernels.tpu.steps import DecodeScratch, DecodeSteps, buffers
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -63,7 +66,7 @@ class _DecodeKernel:
         kv_lens,
         tables,
         first_block,
-        rows,
+        tokens,
         slopes,
         sinks,
         _pool: TpuPool,
@@ -85,15 +88,31 @@ class _DecodeKernel:
         slots, tile, window = self.slots, slot_tile(shape.pool_dtype), self.window
         operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
         steps = DecodeSteps(
-            shape, window, units, slots, low, high, first_slot, kv_lens, tables, first_block, rows, out, pool, scratch
+            shape, window, units, slots, low, high, first_slot, kv_lens, tables, first_block, tokens, out, pool, scratch
         )
         rings, span = buffers(units), steps.span
 
+        def take(row, _):
+            """Put the queries, key and value of a row's token in lines, with zeros past the heads."""
+            copied, wide, ring = scratch.tokens, scratch.wide, steps.in_ring(row, rings)
+            heads, lines, count, lanes = wide.shape
+            side, own = steps.tokens_of(row)[1], pl.ds(lax.rem(row, count), 1)
+
+            def widen(head, _):
+                wide[head] = copied[side, head].astype(jnp.float32)
+
+            def of_head(head, _):
+                place = pl.ds(pl.multiple_of(head * lanes, LANES), lanes) if heads > 1 else slice(None)
+                for line in range(lines):
+                    token = wide[head, line, own]
+                    row_buf[ring, line : line + 1, place] = token if heads > 1 else with_lanes(token, lanes_of(shape))
+
+            pl.when((row == low) | (lax.rem(row, count) == 0))(lambda: lax.fori_loop(0, heads, widen, None))
+            lax.fori_loop(0, heads, of_head, None)
+
         def token_of(row):
-            """Queries, key and value of a row's token: float32[R, lanes], with zeros past the heads."""
-            token = row_buf[steps.in_ring(row, 2 * rings)]
-            missing = lanes_of(shape) - token.shape[1]
-            return jnp.concatenate([token, jnp.zeros((token.shape[0], missing), jnp.float32)], 1) if missing else token
+            """Queries, key and value of a row's token: float32[group + 2, lanes]."""
+            return row_buf[steps.in_ring(row, rings)]
 
         def add_token(side, row, step, unit):
             """Put the row's token into its slot, here and in the pool; zero the values after it."""
@@ -200,19 +219,28 @@ class _DecodeKernel:
                     scratch.maximum[unit if parts > 1 else 0, which] = state[0]
 
         def finish(row, unit, masks):
-            """Store a row's result: of each row of a group, the lanes of its head."""
-            ring = steps.in_ring(row, rings)
+            """Store a row's result, each head's in its lanes of a tile."""
+            ring, sharing, dim = steps.in_ring(row, rings), heads_of_tile(shape), shape.head_dim
             for which, place in enumerate(groups):
-                sums, results = total[unit, which], []
+                sums, logs = total[unit, which], None
                 if parts > 1:
-                    results = [across(log_sum(scratch.maximum[unit, which], sums), place.lanes)]
+                    logs = log_sum(scratch.maximum[unit, which], sums)
                     sums = jnp.where(sums > 0, sums, 1.0)
-                results = [acc[unit, which, :, : place.lanes] / across(sums, place.lanes), *results]
-                for i, result in enumerate(results):
-                    for j in range(group):
-                        mine = jnp.sum(jnp.where(masks[which][j], result, 0.0), axis=0, keepdims=True)
-                        line = i * group + j
-                        out_buf[ring, line : line + 1, place.start : place.start + place.lanes] = mine
+                result, tiles = acc[unit, which, :, : place.lanes] / across(sums, place.lanes), {}
+                for j, mask in enumerate(masks[which]):
+                    mine = jnp.sum(jnp.where(mask, result, 0.0), axis=0, keepdims=True)
+                    for h in range(min(place.heads, shape.num_kv_heads - place.first)):
+                        tile, at = divmod((place.first + h) * group + j, sharing)
+                        found = moved(mine, h * dim, at * dim, dim)
+                        if logs is not None:
+                            row_of_head = j * place.heads + h
+                            found = jnp.concatenate([found, logs[row_of_head : row_of_head + 1]], axis=1)
+                        if tile in tiles:
+                            lane = lax.broadcasted_iota(jnp.int32, found.shape, 1) - at * dim
+                            found = jnp.where((lane >= 0) & (lane < dim), found, tiles[tile])
+                        tiles[tile] = found
+                for tile, found in tiles.items():
+                    out_buf[ring, tile : tile + 1] = found
             pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]).start()
 
         def iteration(i, carry):
@@ -221,6 +249,8 @@ class _DecodeKernel:
             following, cursor = steps.start(1 - side, *cursor)
             for unit, (row, step) in enumerate(here):
                 steps.each_copy(side, row, step, unit, lambda copy: copy.wait())
+            steps.more_tokens(here, lambda copy: copy.wait())
+            lax.fori_loop(*steps.begun(here), take, None)
             for unit, (row, step) in enumerate(here):
                 if window is not None:
                     pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
@@ -246,7 +276,9 @@ class _DecodeKernel:
             return following, cursor
 
         n_units = bounds[chip(shape).cores + 1 + core]
+        pl.when(low < high)(lambda: steps.of_tokens(low).start())
         carry = steps.start(0, low, jnp.int32(0))
+        pl.when(low < high)(lambda: steps.of_tokens(low).wait())
         lax.fori_loop(0, lax.div(n_units + units - 1, units), iteration, carry)
         for back in range(rings):
 
@@ -274,7 +306,7 @@ class _DecodeKernel:
 
 @partial(jax.jit, static_argnames=("shape", "scale", "window", "units", "slots", "interpret"))
 def attend(
-    rows: jax.Array,
+    tokens: jax.Array,
     pool: TpuPool,
     bounds: jax.Array,
     kv_lens: jax.Array,
@@ -293,7 +325,7 @@ def attend(
     """Write and attend.
 
     Args:
-      rows: float32[C, group + 2, K * D]. Queries, key and value of each row's token; the kernel rounds to int8.
+      tokens: queries, keys and values, arranged as `writes.NewSlots`; the kernel rounds to int8.
       bounds: int32[2 * cores + 1]. First row of each core, the end, and the number of units of each core. With several
         `slot_parts`, which of them this is comes after.
       kv_lens: int32[C + 1]. The last entry belongs to no row.
@@ -302,11 +334,12 @@ def attend(
       sinks: float32[N], if shape.sinks.
 
     Returns:
-      (float32[C, group, lanes], pool); rows past the last decode hold arbitrary values. With several `slot_parts` it is
-      [C, 2 * group, lanes]: then come the logarithms of the sums, in all lanes of a head.
+      (float32[C, N / heads_of_tile, result_lanes], pool); rows past the last decode hold arbitrary values.
     """
-    n_chunks, lanes, size, dtype = rows.shape[0], lanes_of(shape), shape.local_slots, shape.pool_dtype
-    several = shape.slot_parts > 1
+    n_chunks, lanes, size, dtype = kv_lens.shape[0] - 1, lanes_of(shape), shape.local_slots, shape.pool_dtype
+    several, tiles = shape.slot_parts > 1, shape.num_heads // heads_of_tile(shape)
+    heads, lines, n_tokens, token_lanes = tokens.shape
+    together = min(n_tokens, TOKENS)
     groups = head_groups(shape)
     state, rings = (len(groups), groups[0].rows), buffers(units)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -323,7 +356,7 @@ def attend(
     return pl.pallas_call(
         _DecodeKernel(shape=shape, scale=scale, window=window, units=units, slots=slots),
         out_shape=(
-            jax.ShapeDtypeStruct((n_chunks, shape.group * (1 + several), lanes), jnp.float32),
+            jax.ShapeDtypeStruct((n_chunks, tiles, result_lanes(shape)), jnp.float32),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -335,15 +368,17 @@ def attend(
                 DecodeScratch(
                     blocks=TpuPool(scratch(2, units, 2, slots, lanes, dtype=dtype), scales(2, units, slots // size)),
                     new=TpuPool(scratch(rings, 2, slot_tile(dtype), lanes, dtype=dtype), scales(rings)),
-                    rows=scratch(2 * rings, *rows.shape[1:]),
-                    out=scratch(rings, shape.group * (1 + several), lanes),
+                    tokens=scratch(2, heads, lines, together, token_lanes, dtype=tokens.dtype),
+                    wide=scratch(heads, lines, together, token_lanes),
+                    rows=scratch(rings, lines, lanes),
+                    out=scratch(rings, tiles, result_lanes(shape)),
                     maximum=scratch(units if several else 1, *state, LANES),
                     total=scratch(units, *state, LANES),
                     acc=scratch(units, *state, groups[0].lanes),
                     slopes=None if slopes is None else scratch(*state, LANES),
                     sinks=None if sinks is None else scratch(*state, LANES),
                     block_sems=pltpu.SemaphoreType.DMA((2, units)),
-                    row_sems=pltpu.SemaphoreType.DMA((2 * rings,)),
+                    token_sems=pltpu.SemaphoreType.DMA((2,)),
                     out_sems=pltpu.SemaphoreType.DMA((rings,)),
                     new_sems=pltpu.SemaphoreType.DMA((rings,)),
                 )
@@ -354,4 +389,4 @@ def attend(
         cost_estimate=costs.of_decodes(shape, n_chunks, window),
         interpret=interpret,
         name="attention_decodes",
-    )(bounds, kv_lens, tables, first_block, rows, slopes, sinks, kept_in_memory(pool, interpret))
+    )(bounds, kv_lens, tables, first_block, tokens, slopes, sinks, kept_in_memory(pool, interpret))

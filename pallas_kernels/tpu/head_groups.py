@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import int8
 from pallas_kernels.api import AttentionShape
@@ -73,6 +74,18 @@ def rounded(token: jax.Array, shape: AttentionShape) -> tuple[jax.Array, jax.Arr
     by_lane = jnp.sum(jnp.where(own & (scales > 0), scales, 0.0), axis=0, keepdims=True)
     values = jnp.round(token / jnp.where(by_lane > 0, by_lane, 1.0))
     return jnp.clip(jnp.where(finite, values, 0.0), -127, 127), scales
+
+
+def moved(x: jax.Array, source: int, target: int, dim: int) -> jax.Array:
+    """`dim` lanes of x [1, lanes] from `source` on, as lanes from `target` on.
+
+    Returns:
+      [1, lanes of a head in whole lane tiles].
+    """
+    first = source // LANES * LANES
+    span = x[:, first : round_up(source + dim, LANES)]
+    shift = (target - source + first) % span.shape[1]
+    return (pltpu.roll(span, shift, 1) if shift else span)[:, : round_up(dim, LANES)]
 
 
 def scales_by_row(by_head: jax.Array, place: HeadGroup, shape: AttentionShape) -> jax.Array:

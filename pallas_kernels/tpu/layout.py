@@ -79,6 +79,41 @@ def packed_heads(head_dim: int) -> int:
     return LANES // math.gcd(LANES, head_dim)
 
 
+def heads_of_tile(shape: AttentionShape) -> int:
+    """Query heads whose results share a lane tile: as many as fill it, or each alone."""
+    if LANES % shape.head_dim or shape.slot_parts > 1:
+        return 1
+    heads = LANES // shape.head_dim
+    return heads if shape.num_heads % heads == 0 else 1
+
+
+def joint_heads(shape: AttentionShape) -> int:
+    """KV heads of which no fewer have results in whole lane tiles."""
+    return heads_of_tile(shape) // math.gcd(heads_of_tile(shape), shape.group)
+
+
+def result_lanes(shape: AttentionShape) -> int:
+    """Lanes of such a tile, and of heads wider than one.
+
+    With several `slot_parts`, 128 lanes follow that all have the logarithm of the sum.
+    """
+    return round_up(shape.head_dim, LANES) + (LANES if shape.slot_parts > 1 else 0)
+
+
+def side_by_side(shape: AttentionShape) -> bool:
+    """Whether lines of new queries, keys and values have all heads.
+
+    They do if a head is no whole lane tiles.
+    """
+    return shape.num_kv_heads > 1 and shape.head_dim % LANES > 0
+
+
+def with_lanes(x: jax.Array, lanes: int) -> jax.Array:
+    """x [rows, n] with zeros up to `lanes` lanes."""
+    missing = lanes - x.shape[1]
+    return jnp.concatenate([x, jnp.zeros((x.shape[0], missing), x.dtype)], axis=1) if missing else x
+
+
 def operand_dtype(shape: AttentionShape) -> np.dtype:
     """The dtype of matmul operands: products of bfloat16 and of int8 are exact in bfloat16."""
     return BFLOAT16 if shape.dtype == BFLOAT16 and shape.pool_dtype in (BFLOAT16, INT8) else np.dtype(np.float32)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.tpu.cuts import Part
-from pallas_kernels.tpu.steps import PromptSteps
+from pallas_kernels.tpu.prompt_steps import PromptSteps
 
 
 class TileParts(NamedTuple):
@@ -39,6 +39,13 @@ class TileParts(NamedTuple):
             return pl.ds(i * part.members, part.members), slice(None)
         first = pl.multiple_of(self._first_token(i), part.tokens)
         return pl.ds(lax.div(i * part.rows, tile), 1), pl.ds(first, part.tokens)
+
+    def member(self, i, m):
+        """Query head m of a part: its number among the KV head's, and its tokens' place in the tile."""
+        part, tile = self.part, self.steps.cut.tile
+        if part.tokens == tile:
+            return i * part.members + m, slice(None)
+        return lax.div(i * part.rows, tile), pl.ds(pl.multiple_of(self._first_token(i), part.tokens), part.tokens)
 
     def each(self, at, chunk, act: Callable[[Any, Any, Any], None]) -> None:
         """Calls act(part, first and last of the chunk's positions in it) for parts that have any."""

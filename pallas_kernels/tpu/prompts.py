@@ -39,24 +39,23 @@ from pallas_kernels.tpu.layout import (
     across,
     dot,
     head_span,
+    heads_of_tile,
+    joint_heads,
     kept_in_memory,
     log_sum,
     operand_dtype,
     positions_of,
+    result_lanes,
     round_up,
     scale_rows,
     score_factor,
+    with_lanes,
 )
 from pallas_kernels.tpu.parts import TileParts
-from pallas_kernels.tpu.steps import AHEAD, PromptScratch, PromptSteps
+from pallas_kernels.tpu.prompt_steps import AHEAD, PromptScratch, PromptSteps
 
 # Scores, biases and sinks are multiplied by this, because the chip has powers of 2 only.
 LOG2_E = math.log2(math.e)
-
-
-def out_lanes(shape: AttentionShape) -> int:
-    """Lanes of one head."""
-    return round_up(shape.head_dim, LANES)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -89,8 +88,8 @@ class _PromptKernel:
         kv_buf, scale_buf = scratch.blocks
         q_buf, out_buf, query = scratch.queries, scratch.out, scratch.query
         maximum, total, acc = scratch.maximum, scratch.total, scratch.acc
-        lanes, part = head_span(shape), part_of_tile(shape, self.cut)
-        joint, by_product = min(self.cut.joint_parts, self.cut.tile_slots // part.slots), sums_by_product(shape)
+        lanes, part, joint = head_span(shape), part_of_tile(shape, self.cut), joint_heads(shape)
+        most_parts, by_product = min(self.cut.joint_parts, self.cut.tile_slots // part.slots), sums_by_product(shape)
         operand, factor = operand_dtype(shape), score_factor(self.scale, shape)
         if shape.soft_cap is None:
             factor *= LOG2_E
@@ -107,7 +106,8 @@ class _PromptKernel:
 
             def begin(i, _first, _last):
                 rows = parts.rows(i)
-                queries = q_buf[(lax.rem(turn, 2), *parts.place(i))].astype(jnp.float32).reshape(part.rows, lanes)
+                queries = q_buf[(lax.rem(turn, 2), *parts.place(i))].astype(jnp.float32)
+                queries = with_lanes(queries.reshape(part.rows, queries.shape[-1]), lanes)
                 if dim % LANES:
                     lane = lax.broadcasted_iota(jnp.int32, queries.shape, 1) - (head * dim - steps.lane_of(head))
                     queries = jnp.where((lane >= 0) & (lane < dim), queries, 0.0)
@@ -142,13 +142,13 @@ class _PromptKernel:
                         return whole if window is None else whole & (begin > last - window)
 
                     add = partial(add_parts, side, at, head, chunk, step, i, j, first, last)
-                    together = is_whole(joint) & (j + joint <= self.cut.tile_slots // part.slots)
+                    together = is_whole(most_parts) & (j + most_parts <= self.cut.tile_slots // part.slots)
                     alone = jnp.logical_not(together)
-                    pl.when(together)(partial(add, joint, masked=False))
-                    if joint > 1:
+                    pl.when(together)(partial(add, most_parts, masked=False))
+                    if most_parts > 1:
                         pl.when(alone & is_whole(1))(partial(add, 1, masked=False))
                     pl.when(alone & jnp.logical_not(is_whole(1)))(partial(add, 1, masked=True))
-                    return jnp.where(together, j + joint, j + 1)
+                    return jnp.where(together, j + most_parts, j + 1)
 
                 end = lax.div(seen + each - 1, each)
                 lax.while_loop(lambda j: j < end, of_slots, jnp.int32(lax.div(unseen, each)))
@@ -223,14 +223,25 @@ class _PromptKernel:
             """Store the chunk's rows in the tile's result."""
 
             def end(i, _first, _last):
-                rows, place = parts.rows(i), (lax.rem(turn, 2), *parts.place(i))
+                rows, sharing, position = parts.rows(i), heads_of_tile(shape), parts.positions(at, chunk, i)
                 sums = across(total[rows], lanes)
-                result = acc[rows] / jnp.where(sums > 0, sums, 1.0)
-                result = _turn(result, steps.lane_of(head) - head * dim, dim)[:, : out_lanes(shape)]
-                if devices > 1:
-                    result = jnp.concatenate([result, log_sum(maximum[rows] / LOG2_E, total[rows])], axis=1)
-                mine, held = parts.positions(at, chunk, i) >= 0, out_buf[place]
-                out_buf[place] = jnp.where(mine, result, held.reshape(result.shape)).reshape(held.shape)
+                results = acc[rows] / jnp.where(sums > 0, sums, 1.0)
+                logs = log_sum(maximum[rows] / LOG2_E, total[rows]) if devices > 1 else None
+                for m in range(part.members):
+                    member, tokens = parts.member(i, m)
+                    member += lax.rem(head, joint) * shape.group
+                    line, lane = lax.div(member, sharing), lax.rem(member, sharing) * dim
+                    mine = slice(m * part.tokens, (m + 1) * part.tokens)
+                    result = _turn(results[mine], steps.lane_of(head) - head * dim + lane, dim)
+                    result = result[:, : round_up(dim, LANES)]
+                    if logs is not None:
+                        result = jnp.concatenate([result, logs[mine]], axis=1)
+                    stored = position[mine] >= 0
+                    if sharing > 1:
+                        at_lane = lax.broadcasted_iota(jnp.int32, result.shape, 1) - lane
+                        stored &= (at_lane >= 0) & (at_lane < dim)
+                    place = (steps.results_of(turn), line, tokens)
+                    out_buf[place] = jnp.where(stored, result, out_buf[place])
 
             parts.each(at, chunk, end)
 
@@ -251,10 +262,10 @@ class _PromptKernel:
             def _():
                 steps.of_queries(lax.rem(turn, 2), at, head).wait()
 
-            @pl.when(first_chunk & (step == 0) & (turn >= 2))
+            @pl.when(first_chunk & (step == 0) & (turn >= 2 * joint) & (lax.rem(head, joint) == 0))
             def _():
-                # Of the turn before last, of equal size.
-                steps.of_results(lax.rem(turn, 2), at, head, lambda copy: copy.wait())
+                # Of the last results in this buffer, of equal size.
+                steps.of_results(turn, at, head, lambda copy: copy.wait())
 
             @pl.when(step == 0)
             def _():
@@ -267,9 +278,9 @@ class _PromptKernel:
             def _():
                 end_chunk(turn, at, head, chunk)
 
-            @pl.when(new_turn)
+            @pl.when(new_turn & (lax.rem(head + 1, joint) == 0))
             def _():
-                steps.of_results(lax.rem(turn, 2), at, head, lambda copy: copy.start())
+                steps.of_results(turn, at, head, lambda copy: copy.start())
 
             return jnp.where(side == AHEAD, 0, side + 1), turn + new_turn.astype(jnp.int32), following, ahead
 
@@ -282,9 +293,9 @@ class _PromptKernel:
             turns = lax.while_loop(lambda carry: carry[2][0] < end_tile, serve_step, carry)[1]
             for back in range(2):
 
-                @pl.when(turns > back)
+                @pl.when(turns > back * joint)
                 def _(back=back):
-                    steps.of_results(lax.rem(turns - 1 - back, 2), first_tile, 0, lambda copy: copy.wait())
+                    steps.of_results(turns - 1 - back * joint, first_tile, 0, lambda copy: copy.wait())
 
 
 def _turn(x: jax.Array, lanes: jax.Array, head_dim: int) -> jax.Array:
@@ -316,7 +327,7 @@ def attend(
     """Attention of the chunks after the decodes; their keys and values are in the pool.
 
     Args:
-      q: queries, arranged as `writes.NewSlots`: the first rows of a head.
+      q: queries, arranged as `writes.NewSlots`: the first lines of a head.
       bounds: int32[4], the first two of which are the first flat token of these chunks, and one past the last. With
         several `slot_parts`, which of them this is comes after.
       tile_chunks: int32[2 * tiles]. First and last of these chunks in each tile.
@@ -324,12 +335,11 @@ def attend(
       sinks: float32[N], if shape.sinks.
 
     Returns:
-      float32[T in whole tiles, N * out_lanes]; tokens of other chunks hold arbitrary values. With several `slot_parts`,
-      128 lanes follow each head's that all have the logarithm of the sum.
+      float32[T in whole tiles, N / heads_of_tile * result_lanes]; tokens of other chunks hold arbitrary values.
     """
     size, lanes, rows = shape.local_slots, head_span(shape), shape.group * cut.tile
     tile, slots = cut.tile, cut.tile_slots
-    given = out_lanes(shape) + (LANES if shape.slot_parts > 1 else 0)
+    given, sharing = result_lanes(shape), heads_of_tile(shape)
     slopes = None if slopes is None else slopes * LOG2_E
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -339,7 +349,7 @@ def attend(
     scales = None if pool.scales is None else scratch(AHEAD + 1, slots // size, 2, scale_rows(shape), size)
     return pl.pallas_call(
         _PromptKernel(shape=shape, scale=scale, window=window, cut=cut),
-        out_shape=jax.ShapeDtypeStruct((q.shape[2], shape.num_heads * given), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((q.shape[2], shape.num_heads // sharing * given), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(chip(shape).cores,),
@@ -352,8 +362,8 @@ def attend(
             scratch_shapes=[
                 PromptScratch(
                     blocks=TpuPool(scratch(AHEAD + 1, 2, slots, lanes, dtype=shape.pool_dtype), scales),
-                    queries=scratch(2, shape.group, tile, lanes, dtype=q.dtype),
-                    out=scratch(2, shape.group, tile, given),
+                    queries=scratch(2, shape.group, tile, min(lanes, q.shape[3]), dtype=q.dtype),
+                    out=scratch(2, joint_heads(shape) * shape.group // sharing, tile, given),
                     query=scratch(rows, lanes, dtype=operand_dtype(shape)),
                     maximum=scratch(rows, LANES),
                     total=scratch(rows, LANES),

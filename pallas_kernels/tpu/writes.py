@@ -27,23 +27,24 @@ from pallas_kernels.tpu.layout import (
     round_up,
     scale_rows,
     slot_tile,
+    with_lanes,
 )
 
 
 class NewSlots(NamedTuple):
     """Keys and values of the flat tokens in the pool's dtype, padded to whole memory tiles.
 
-    They are the last two rows. Those of queries may come before, which are not read.
+    They are the last two lines. Those of queries may come before, which are not read.
     """
 
-    kv: Any  # [K, rows, tokens, D] if heads are whole lane tiles, and [1, rows, tokens, lanes] if not
+    kv: Any  # [K, lines, tokens, D], and [1, lines, tokens, lanes] if heads lie `side_by_side`
     scales: Any = None  # float32[2, K, tokens]
 
 
 class _WriteScratch(NamedTuple):
     """Scratch memory: two buffers for a block's new slots, and two for the block."""
 
-    given: TpuPool  # [2, 2, block_size + slot_tile, lanes] and [2, 2, K, block_size in whole tiles + 128]
+    given: TpuPool  # [2, 2, block_size + slot_tile, K * D, or lanes] and [2, 2, K, block_size in whole tiles + 128]
     block: TpuPool  # [2, 2, block_size, lanes] and [2, 2, scale_rows, block_size]
     in_sems: Any  # [2]; the others too
     out_sems: Any
@@ -82,11 +83,11 @@ class _Leaf(NamedTuple):
         if self.axis == 1:
             act(pltpu.make_async_copy(self.new.at[half, :, source], given.at[:, target], sem))
             return
-        heads, rows, _, lanes = self.new.shape
+        heads, lines, _, lanes = self.new.shape
 
         def of_head(head, _):
-            place = pl.ds(pl.multiple_of(head * lanes, LANES), lanes)
-            act(pltpu.make_async_copy(self.new.at[head, rows - 2 + half, source], given.at[target, place], sem))
+            place = pl.ds(pl.multiple_of(head * lanes, LANES), lanes) if heads > 1 else slice(None)
+            act(pltpu.make_async_copy(self.new.at[head, lines - 2 + half, source], given.at[target, place], sem))
 
         lax.fori_loop(0, heads, of_head, None)
 
@@ -164,7 +165,7 @@ class _WriteKernel:
                 for half in range(2):
                     given = leaf.given[side, half].astype(jnp.float32)
                     given = pltpu.roll(given, lax.rem(length - shift, length), leaf.axis)
-                    given = given[:local] if leaf.axis == 0 else given[:, :local]
+                    given = given[:, :local] if leaf.axis else with_lanes(given[:local], leaf.block.shape[-1])
                     index = lax.broadcasted_iota(jnp.int32, given.shape, leaf.axis)
                     held = leaf.block[side, half, : len(given)]  # of scales, the rows that are used
                     merged = jnp.where((index >= begin) & (index < end), given, held.astype(jnp.float32))
@@ -222,7 +223,7 @@ def write(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     specs, new_specs = (jax.tree.map(lambda _: anywhere, operands) for operands in (pool, new))
     n_new, n_leaves = len(jax.tree.leaves(new)), len(jax.tree.leaves(pool))
-    given = pltpu.VMEM((2, 2, size + slot_tile(dtype), lanes), dtype)
+    given = pltpu.VMEM((2, 2, size + slot_tile(dtype), new.kv.shape[0] * new.kv.shape[3]), dtype)
     block = pltpu.VMEM((2, 2, size, lanes), dtype)
     given_scales = block_scales = None
     if pool.scales is not None:

@@ -49,14 +49,15 @@ SHAPES = [
     (16, 1, 64, "bfloat16", "bfloat16"),
     (32, 8, 128, "bfloat16", "int8"),
 ]
-# Tokens, rows, context: one of decodes only, a mixed one, one of the most rows and the longest contexts, with prompts.
-DECODES, MIXED, LARGE, PROMPTS = (16, 16, 2048), (256, 16, 2048), (512, 512, 32768), (2048, 512, 32768)
+# Tokens, rows, context: buckets of one token and of decodes, a mixed one, the most rows and longest contexts, prompts.
+ONE, DECODES, MIXED, LARGE = (1, 16, 2048), (16, 16, 2048), (256, 16, 2048), (512, 512, 32768)
+PROMPTS = (2048, 512, 32768)
 # Of which the code is held to ceilings: enough tokens for products of every size.
 HELD = (*SHAPES[0], (512, 16, 2048))
 CASES = (
     [HELD]
     + [(*shape, MIXED) for shape in SHAPES[1:]]
-    + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE), (*SHAPES[8], PROMPTS)]
+    + [(*SHAPES[0], DECODES), (*SHAPES[8], LARGE), (*SHAPES[8], PROMPTS), (*SHAPES[0], ONE), (*SHAPES[11], ONE)]
 )
 
 

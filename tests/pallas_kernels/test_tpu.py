@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import api, int8, tpu
+from pallas_kernels import api, int8
 from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import TpuBackend, cuts, decodes, head_groups, prompts, writes
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import Cut
-from pallas_kernels.tpu.layout import lanes_of
+from pallas_kernels.tpu.layout import heads_of_tile, joint_heads, lanes_of
 
 # A copy takes place when it is waited for, or as soon as it starts and under the eye of a detector of races; what
 # nobody wrote is NaN.
@@ -56,6 +56,45 @@ def test_no_races(harness, capfd):
     assert chip(h.shape).cores == 2
     assert mixed(h)
     assert RACE not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "sharing", "joint"),
+    [
+        (6, 2, 64, 2, 2),  # a tile holds the last query head of a KV head and the first of the next
+        *(
+            pytest.param(*sizes, marks=pytest.mark.interpret)
+            for sizes in [
+                (4, 1, 64, 2, 1),
+                (2, 2, 64, 2, 2),
+                (4, 4, 32, 4, 4),
+                (8, 4, 32, 4, 2),
+                (3, 3, 64, 1, 1),  # one would be left over
+                (4, 2, 80, 1, 1),
+                (2, 1, 256, 1, 1),
+            ]
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.interpret)])
+def test_heads_that_share_a_lane_tile(harness, heads, kv_heads, dim, sharing, joint, dtype):
+    backend, sizes = TpuBackend(cut=small(16), interpret=LATE), {"block": 16, "bucket": 6 * 16}
+    h = harness(backend, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, **sizes)
+    assert heads_of_tile(h.shape) == sharing
+    assert joint_heads(h.shape) == joint
+    assert mixed(h)
+
+
+# The second core's rows begin at row 2, 13 or 15: rows 15 and 16 are in one step of it.
+@pytest.mark.parametrize("rows", [*(pytest.param(n, marks=pytest.mark.interpret) for n in (5, 28)), 32])
+def test_tokens_of_decodes_come_in_several_copies(harness, rows):
+    """Each row gets its own token, also where a core's rows begin inside a copy."""
+    backend = TpuBackend(cut=small(8), interpret=replace(LATE, num_cores_or_threads=2))
+    h = harness(backend, heads=2, dim=64, block=8, bucket=rows, most_chunks=rows, n_blocks=3 * rows, max_blocks=4)
+    h.shape = replace(h.shape, device_kind="TPU v4")
+    added = [h.add_row() for _ in range(rows)]
+    for lengths in ([1] * rows, [1] * rows):
+        h.check(list(zip(added, lengths, strict=True)))
 
 
 @pytest.mark.interpret
@@ -135,22 +174,6 @@ def test_kernels_of_a_program(decodes_only, kernels):
     q, slopes = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((8, 2, 128), (2,)))
     text = jax.jit(step).trace(q, backend.pool(shape, 8), batch, slopes).lower(lowering_platforms=("tpu",)).as_text()
     assert re.findall(r'kernel_name = "attention_(\w+)"', text) == kernels
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 128), (6, 2, 80), (4, 1, 64)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_decodes_have_heads_side_by_side(heads, kv_heads, dim, dtype):
-    """A head's queries are in a line each, and above its key and its value."""
-    group, rng = heads // kv_heads, np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((4, count, dim)), dtype) for count in (heads, kv_heads, kv_heads))
-    rows = np.asarray(tpu._decode_rows(q, k, v))
-    assert rows.shape == (4, group + 2, kv_heads * dim)
-    for head in range(kv_heads):
-        mine = rows[:, :, head * dim : (head + 1) * dim]
-        queries = q[:, head * group : (head + 1) * group]
-        np.testing.assert_array_equal(mine[:, :group], np.asarray(queries, np.float32))
-        for line, new in enumerate((k, v), start=group):
-            np.testing.assert_array_equal(mine[:, line], np.asarray(new[:, head], np.float32))
 
 
 def test_the_heads_of_a_token_are_rounded_as_quantize_does():

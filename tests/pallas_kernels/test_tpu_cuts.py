@@ -8,7 +8,7 @@ import pytest
 from benchmarks.device import tpu_tune
 from pallas_kernels.tpu import cuts
 from pallas_kernels.tpu.cuts import Cut
-from pallas_kernels.tpu.steps import DecodeSteps
+from pallas_kernels.tpu.decode_steps import DecodeSteps
 
 
 def shape(heads=7, pool="bfloat16", device="TPU v9"):
