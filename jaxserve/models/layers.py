@@ -169,10 +169,9 @@ class TransformerBlock(nnx.Module):
         hidden, inner, ffn = config.hidden_size, config.num_heads * config.head_dim, config.ffn_size
         self.config, self.layer, self.rotary = config, layer, rotary
         self.attention_norm = norm(config)
-        shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
-        # Norms and rotations work on heads, so the product is made by head for them.
-        by_head = {"shape": (shape[0] * shape[1], shape[2])}
-        self.qkv = Linear(hidden, math.prod(shape), config, rngs, bias=attention_bias, **by_head)
+        heads = config.num_heads + 2 * config.num_kv_heads  # of queries, keys and values
+        shape = (heads, config.head_dim)
+        self.qkv = Linear(hidden, math.prod(shape), config, rngs, bias=attention_bias, shape=shape)
         self.q_norm = head_norm(config) if head_norm else None
         self.k_norm = head_norm(config) if head_norm else None
         self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.sinks else None

@@ -32,14 +32,6 @@ class TileParts(NamedTuple):
         """The slots of a part."""
         return pl.ds(pl.multiple_of(j * self.part.slots, self.part.slots), self.part.slots)
 
-    def place(self, i):
-        """A part's place in a buffer of [group, tile, lanes]."""
-        part, tile = self.part, self.steps.cut.tile
-        if part.tokens == tile:
-            return pl.ds(i * part.members, part.members), slice(None)
-        first = pl.multiple_of(self._first_token(i), part.tokens)
-        return pl.ds(lax.div(i * part.rows, tile), 1), pl.ds(first, part.tokens)
-
     def member(self, i, m):
         """Query head m of a part: its number among the KV head's, and its tokens' place in the tile."""
         part, tile = self.part, self.steps.cut.tile

@@ -106,8 +106,8 @@ class _PromptKernel:
 
             def begin(i, _first, _last):
                 rows = parts.rows(i)
-                queries = q_buf[(lax.rem(turn, 2), *parts.place(i))].astype(jnp.float32)
-                queries = with_lanes(queries.reshape(part.rows, queries.shape[-1]), lanes)
+                members = [q_buf[(lax.rem(turn, 2), *parts.member(i, m))] for m in range(part.members)]
+                queries = with_lanes(jnp.concatenate(members).astype(jnp.float32), lanes)
                 if dim % LANES:
                     lane = lax.broadcasted_iota(jnp.int32, queries.shape, 1) - (head * dim - steps.lane_of(head))
                     queries = jnp.where((lane >= 0) & (lane < dim), queries, 0.0)
