@@ -49,7 +49,7 @@ def shares(
 
     Args:
       chosen: logits of these experts; -inf for weight 0.
-      logits: of all experts, of which the largest is chosen, or none: then the weights may be divided by 0.
+      logits: of all experts, of which the largest is chosen.
       add_up: whether the weights are the softmax of those chosen, or their part of the softmax of all.
     """
     # A TPU finds the largest of all in the operation that makes the logits.
@@ -101,11 +101,10 @@ class Experts(nnx.Module):
         count, per_token = self.config.num_experts, self.config.experts_per_token
         logits, is_padding = self.router(x), positions[:, None] < 0
         if products is not None and products.takes_all_experts(len(x), per_token, count):
-            chosen, experts = jnp.where(are_largest(logits, per_token) & ~is_padding, logits, -jnp.inf), None
+            chosen, experts = jnp.where(are_largest(logits, per_token), logits, -jnp.inf), None
         else:
             chosen, experts = jax.lax.top_k(logits, per_token)
             experts = jnp.where(is_padding, count, experts.astype(jnp.int32))
-            chosen = jnp.where(is_padding, -jnp.inf, chosen)
         weights, total = shares(chosen, logits, self.weights_add_up)
         if products is None:
             y = compute(x, experts, weights, kernels, activation=self.activation, product=ragged_product)
