@@ -112,6 +112,7 @@ def test_the_slowdown_that_the_published_rate_implies():
     assert paper.implied_slowdown(curves) == pytest.approx(2.0, abs=1e-6)
 
 
+@pytest.mark.bench
 def test_the_paper_is_printed_and_drawn(tmp_path):
     found = paper.simulate(12, 1, lambda *_: None)
     console = Console(width=150, file=io.StringIO())

@@ -56,6 +56,7 @@ def test_files_are_counted_as_du_does(packages: dict[str, metadata.Distribution]
     assert plain["d"] == du("d.py", "d-1.0.dist-info")
 
 
+@pytest.mark.bench
 def test_the_table_tells_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmarks.main(["sizes"]) == 0
     said = capsys.readouterr().out

@@ -86,7 +86,8 @@ def test_heads_that_share_a_lane_tile(harness, heads, kv_heads, dim, sharing, jo
 
 
 # The second core's rows begin at row 2, 13 or 15: rows 15 and 16 are in one step of it.
-@pytest.mark.parametrize("rows", [*(pytest.param(n, marks=pytest.mark.interpret) for n in (5, 28)), 32])
+@pytest.mark.parametrize("rows", [5, 28, 32])
+@pytest.mark.interpret
 def test_tokens_of_decodes_come_in_several_copies(harness, rows):
     """Each row gets its own token, also where a core's rows begin inside a copy."""
     backend = TpuBackend(cut=small(8), interpret=replace(LATE, num_cores_or_threads=2))

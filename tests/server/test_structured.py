@@ -185,6 +185,7 @@ def test_tgi(engine: Engine) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_hostile_grammars_harm_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside them the answers of others are what they are alone."""
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 2.0)

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from jaxserve import EngineConfig
 from jaxserve.demo import DEMO_MODEL
@@ -10,6 +11,7 @@ from jaxserve.engine import Engine
 from tests.fixtures.make_demo_logprobs import ANSWERS, TOKENS, pages
 
 
+@pytest.mark.long
 def test_logprobs_of_held_out_pages_are_those_of_transformers() -> None:
     config = EngineConfig(dtype="float32", buckets=(TOKENS,), slots=4096, max_rows=4, max_context=256)
     with Engine.from_checkpoint(DEMO_MODEL, config) as engine:
