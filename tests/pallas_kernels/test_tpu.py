@@ -85,6 +85,18 @@ def test_heads_that_share_a_lane_tile(harness, heads, kv_heads, dim, sharing, jo
     assert mixed(h)
 
 
+def test_lanes_past_the_heads_are_zeros(harness):
+    """In the slots that prompts and decodes wrote; nobody wrote the others, which are NaN or very large."""
+    h = harness(TpuBackend(cut=small(16), interpret=LATE), heads=2, kv_heads=1, dim=64, block=16, bucket=6 * 16)
+    row = h.add_row()
+    for length in (20, 1):
+        h.check([(row, length)])
+    kv = np.asarray(jax.tree.leaves(h.pool)[0])
+    written = np.abs(kv[..., :64]).max(-1) < 1e3
+    assert written.sum() >= 2 * 21  # and values after the last one, which decodes clear
+    np.testing.assert_array_equal(kv[..., 64:][written], 0)
+
+
 # The second core's rows begin at row 2, 13 or 15: rows 15 and 16 are in one step of it.
 @pytest.mark.parametrize("rows", [5, 28, 32])
 @pytest.mark.interpret

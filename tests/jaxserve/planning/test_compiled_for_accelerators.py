@@ -161,8 +161,7 @@ def test_published_models_compile_for_accelerators(name, topology):
     plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
     assert compiled.count_kinds(plan.stages[0].load.collectives or ()) == compiled.count_kinds(stage.collectives)
-    # XLA counts 52 MiB more for gemma-3-27b on chips with 64 MiB of their own, 3.3% of two layers.
-    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.035)
+    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
     assert not stage.surprises
 
 
