@@ -212,9 +212,10 @@ def unpack(
     history: Int32[jax.Array, "rows max_context"] | None,
 ) -> tuple[BatchView, Int32[jax.Array, "rows entries"]]:
     """Unpacks a plan into the view, with all groups' block tables, and the new tables. Traced."""
-    chunks, changes = _split(packed, layout)
+    # As vectors: to take them out of a matrix is an operation each for an accelerator.
+    fields = jnp.split(packed, [layout.chunks * (i + 1) for i in range(_CHUNK_FIELDS)])
+    chunks, (row, column, block) = fields[:_CHUNK_FIELDS], jnp.split(fields[-1], _CHANGE_FIELDS)
     rows, starts, lengths, _ = chunks
-    row, column, block = changes
     tables = tables.at[row, column].set(block, mode="drop")
     # By comparing all with all: a scan, a binary search and look-ups are several operations each for an accelerator.
     flat, index = jnp.arange(layout.bucket, dtype=jnp.int32), jnp.arange(layout.chunks + 1, dtype=jnp.int32)
@@ -235,8 +236,10 @@ def unpack(
     last, points = _points(chunks, offsets, layout)
     tokens = next_tokens = None
     if history is not None:
-        both = jnp.stack([positions, jnp.minimum(positions + 1, layout.max_context - 1)])
-        tokens, next_tokens = history.at[token_rows, both].get(mode="promise_in_bounds")
+        rows, following = token_rows, jnp.minimum(positions + 1, layout.max_context - 1)
+        places = jnp.concatenate([rows, rows]), jnp.concatenate([positions, following])
+        found = history.at[places].get(mode="promise_in_bounds")
+        tokens, next_tokens = found[: layout.bucket], found[layout.bucket :]
     return BatchView(batch, tokens, next_tokens, last, points), tables
 
 
@@ -267,7 +270,7 @@ def sample_points(points: Int32[jax.Array, "S 3"]) -> SamplePoints:
 
 
 def _points(
-    chunks: Int32[jax.Array, "4 C"], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
+    chunks: Sequence[Int32[jax.Array, " C"]], offsets: Int32[jax.Array, " C+1"], layout: BatchLayout
 ) -> tuple[Int32[jax.Array, " S"], Int32[jax.Array, "S 3"]]:
     """The flat token before each sample position; row, position, whether it is sampled. Traced."""
     rows, starts, lengths, samples = chunks

@@ -211,15 +211,17 @@ def _prepare(
         return jnp.concatenate([jnp.stack([*begins, *counts]), *which])
 
     def of_prompts() -> PromptMetadata:
-        tile = jnp.arange(-(-n_tokens // cut.tile), dtype=jnp.int32)
-        first = jnp.maximum(tile * cut.tile, n_decodes)
-        last = jnp.minimum((tile + 1) * cut.tile, offsets[-1]) - 1
-        tile_chunks = batch.token_chunk[jnp.clip(jnp.stack([first, last], axis=1), 0, n_tokens - 1)]
+        # The first and the last token of each tile, by turns; all that follows is one operation for an accelerator.
+        index = jnp.arange(2 * -(-n_tokens // cut.tile), dtype=jnp.int32)
+        begin = index // 2 * cut.tile
+        first, last = jnp.maximum(begin, n_decodes), jnp.minimum(begin + cut.tile, offsets[-1]) - 1
+        token = jnp.where(index % 2 == 0, first, last)
+        tile_chunks = jnp.sum(offsets[1:] <= token[:, None], axis=1, dtype=jnp.int32)
         n_chunks = jnp.sum(lengths > 0, dtype=jnp.int32)
         return PromptMetadata(
             bounds=jnp.concatenate([jnp.stack([n_decodes, offsets[-1], n_decodes, n_chunks]), *which]),
             offsets=jnp.pad(offsets, (0, 1), mode="edge"),
-            tile_chunks=tile_chunks.reshape(-1),
+            tile_chunks=jnp.minimum(tile_chunks, len(kv_lens) - 1),
         )
 
     return TpuMetadata(
