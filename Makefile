@@ -103,7 +103,7 @@ $(TPU_STAMP): requirements-dev.txt
 	touch $@
 
 test-aot-tpu: $(TPU_STAMP)
-	$(TPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_tpu.py tests/aot/test_tpu_steps.py tests/aot/test_block_copies.py $(ARGS)
+	$(TPU_VENV)/bin/python -m pytest $(AOT) tests/aot/test_tpu.py tests/aot/test_tpu_experts.py tests/aot/test_tpu_steps.py tests/aot/test_block_copies.py $(ARGS)
 
 test-aot-tpu-plans: $(TPU_STAMP)
 	$(TPU_VENV)/bin/python -m pytest $(AOT) $(ACCELERATORS) $(filter-out --write-ceilings,$(ARGS))

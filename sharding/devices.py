@@ -124,7 +124,8 @@ _KINDS = {
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
-    "TPU v6": "v6e",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
     "TPU7x": "tpu7x",
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "NVIDIA A100-SXM4-80GB": "a100-80g",
@@ -224,6 +225,11 @@ def of_kind(device_kind: str, count: int) -> Topology | None:
         return Topology(device=device, shape=(1, count))
     chips = max(count // device.chip_devices, 1)
     return Topology(device=device, shape=(chips, *[1] * (device.dimensions - 1)))
+
+
+def kind_of(device: Device) -> str:
+    """The jax name of a device; empty if unknown."""
+    return next((kind for kind, name in _KINDS.items() if name == device.name), "")
 
 
 def _example(device: Device) -> str:

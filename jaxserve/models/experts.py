@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Float32, Int32
 
 from jaxserve.models.layers import Linear
-from jaxserve.models.products import BoundWeight, Quantized, precision_for
+from jaxserve.models.products import BoundWeight, Products, Quantized, precision_for
 from jaxserve.models.schema import ModelConfig
 
 # Logical axes of an `Experts` module's parameters. Biases of `down` are added to tokens, not to each device's share.
@@ -98,11 +98,14 @@ class Experts(nnx.Module):
         kernels |= {f"{name}_bias": getattr(self, name).raw_bias for name in ("gate", "up")}
         products = kernels["gate"].matmul if isinstance(kernels["gate"], BoundWeight) else None
         kernels = {name: _unbound(leaf) for name, leaf in kernels.items()}
-        count, per_token = self.config.num_experts, self.config.experts_per_token
-        logits, is_padding = self.router(x), positions[:, None] < 0
+        count, per_token, is_padding = self.config.num_experts, self.config.experts_per_token, positions[:, None] < 0
         if products is not None and products.takes_all_experts(len(x), per_token, count):
+            logits = self.router(x)
             chosen, experts = jnp.where(are_largest(logits, per_token), logits, -jnp.inf), None
+        elif (y := self._routed(products, x, positions, kernels)) is not None:
+            return y
         else:
+            logits = self.router(x)
             chosen, experts = jax.lax.top_k(logits, per_token)
             experts = jnp.where(is_padding, count, experts.astype(jnp.int32))
         weights, total = shares(chosen, logits, self.weights_add_up)
@@ -117,6 +120,22 @@ class Experts(nnx.Module):
             y += jnp.einsum(axes, weights, bias, precision="highest")
         # A TPU does this where it adds the result to the residual. For the weights, it needs an operation of its own.
         return jnp.where(is_padding, 0, y / total)
+
+    def _routed(
+        self, products: Products | None, x: jax.Array, positions: jax.Array, kernels: Kernels
+    ) -> jax.Array | None:
+        if products is None:
+            return None
+        bias = None if self.router.bias is None else self.router.bias.get_raw_value()
+        return products.routed_experts(
+            self.activation,
+            x,
+            positions,
+            {"kernel": _unbound(self.router.kernel.get_raw_value()), "bias": bias},
+            {**kernels, "down_bias": _unbound(self.down.raw_bias)},
+            per_token=self.config.experts_per_token,
+            add_up=self.weights_add_up,
+        )
 
 
 def _unbound(leaf: Any) -> Any:

@@ -43,6 +43,29 @@ class Products(Protocol):
         """`experts.compute` on the devices that have the kernels -> float32[T, H]."""
         ...
 
+    def routed_experts(
+        self,
+        activation: Any,
+        x: jax.Array,
+        positions: jax.Array,
+        router: Mapping[str, Any],
+        kernels: Mapping[str, Any],
+        *,
+        per_token: int,
+        add_up: bool,
+    ) -> jax.Array | None:
+        """What each token's experts give, chosen where their kernels are -> float32[T, H].
+
+        Biases and weights are applied. None where the devices do not do that.
+
+        Args:
+          positions: int32[T], negative of padding, which gets zeros.
+          router: kernel [E, H] and bias [E] or None, which make the logits of all experts.
+          per_token: experts of a token.
+          add_up: whether a token's weights add up to 1, or are parts of the softmax of all logits.
+        """
+        ...
+
 
 class Quantized(NamedTuple):
     """A matrix in narrow numbers, or a stack of them: about (values - zeros) * scales.

@@ -6,16 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxserve.planning import collectives
-from jaxserve.runner import kv_cache, matmul, rings
+from jaxserve.runner import expert_parts, kv_cache, rings
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import ShardedParameter, is_of_experts
-from sharding.devices import Device
+from sharding.devices import Device, kind_of
 from sharding.spec import Target, names
 from sharding.spec import parts as spec_parts
 
 # TPUs hold a table of 16 KiB for each result of several arrays: 0.1 to 2.4 MiB a layer in what was compiled.
 _TABLES = 3 * 2**18
+_INT8 = np.dtype(np.int8)
 _ON_CHIP = 128 * 2**20  # most memory of a TPU's chip that holds gathered weights in place of the device's memory
 
 
@@ -101,18 +104,24 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], d
 
     Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
     token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
-    two projections in float32, on CPUs also their inner state; on TPUs the ragged product widens int8 kernels, one
-    stack at a time. Where all experts multiply all tokens, there is the inner state.
+    two projections in float32, on CPUs also their inner state. The kernels of TPUs round the results and make the inner
+    state at once; without them, XLA's ragged product widens int8 kernels, one stack at a time. Where all experts
+    multiply all tokens, there is the inner state.
     """
-    config, item = stage.model.padded_config, stage.shape.attention.dtype.itemsize
+    config, shape = stage.model.padded_config, stage.shape.attention
+    item = shape.dtype.itemsize
     stacks = [part.local for part in parts.values() if is_of_experts(part.axes) and len(part.local) == 3]
     if not stacks:
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
     unit = device.matrix_unit if stage.platform == "tpu" else None
-    if bucket in matmul.all_experts(unit, config.experts_per_token, config.num_experts):
+    if bucket in expert_parts.all_experts(unit, config.experts_per_token, config.num_experts):
         return bucket * stacks[0][0] * inner * (4 + item)
     rows = bucket * config.experts_per_token
+    kernels, values = (stacks[0][0], inner, config.hidden_size), shape.dtype if stage.quantize is None else _INT8
+    kind = kind_of(device) if stage.platform == "tpu" else ""
+    if expert_parts.are_routed(bucket, config.experts_per_token, kernels, (shape.dtype, values), kind):
+        return rows * item * (config.hidden_size + max(inner, config.hidden_size))
     widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0
     if stage.platform == "cpu":  # which takes the kernel of one expert at a time out of its stack
         widened = max(math.prod(stack[1:]) for stack in stacks) * 4 + rows * inner * item

@@ -19,7 +19,7 @@ from jaxserve.planning.cost import Roofline
 from jaxserve.planning.deployment import Deployment, model_of, programs
 from jaxserve.planning.plan import Plan, StagePlan, bucket_plan
 from jaxserve.planning.stage_load import AttentionLoad, ExpertLoad, StageLoad
-from jaxserve.runner import kv_cache, matmul
+from jaxserve.runner import expert_parts, kv_cache
 from jaxserve.runner.layout import bucket_sizes, for_buckets
 from jaxserve.runner.lowering import StagePrograms
 from jaxserve.runner.sharded_parameters import (
@@ -183,8 +183,8 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology:
         per_token=config.experts_per_token,
         weight_bytes=sum(part.nbytes for part in of_experts),
         token_ops=_ops(of_experts, stage) * config.experts_per_token / max(config.num_experts, 1),
-        tile_rows=matmul.tile_rows(stage.platform, unit, shape.dtype),
-        with_all=matmul.all_experts(unit, config.experts_per_token, config.num_experts),
+        tile_rows=expert_parts.tile_rows(stage.platform, unit, shape.dtype),
+        with_all=expert_parts.all_experts(unit, config.experts_per_token, config.num_experts),
     )
     return StageLoad(
         layers=len(stage.layers),

@@ -7,8 +7,7 @@ their kernels, they take a quarter of the time of all imports.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,16 +21,15 @@ from jaxtyping import Float, Float8e4m3fn, Float32, Int8, Int32
 
 from jaxserve.models import experts
 from jaxserve.models.products import Quantized, dot, widened
+from jaxserve.runner import expert_parts
+from jaxserve.runner.expert_parts import ExpertParts
 from jaxserve.runner.rings import Ring
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
-from sharding.devices import of_kind
-from sharding.spec import ShardingSpec, names
+from sharding.spec import ShardingSpec
 
 _FEW_ROWS, _MANY_ROWS = 4, 256  # between these row counts `_dot_cpu` puts the kernel first
 _RUN_ROWS = 16  # rows of an expert that are multiplied at a time
-_UNIT = 128  # rows of a tile of XLA's ragged dot on CPUs, and on TPUs that are not known
-_FEW_UNUSED = 0.15  # the largest expected share of experts without tokens that TPUs read all the same
 _INTEGER_ROWS, _TILE = 8, 256  # most rows multiplied as integers; kernel rows widened at a time
 
 
@@ -43,43 +41,6 @@ def native_product(dtype: np.dtype, attention: str, devices: int) -> NativeProdu
       devices: of the stage; the compiler cannot divide a native call over several.
     """
     return product.native(dtype) if attention == "cpu" and devices == 1 else None
-
-
-def matrix_unit(device_kind: str) -> int | None:
-    """The width of a TPU's matrix units; None of other devices."""
-    if not device_kind.startswith("TPU"):
-        return None
-    known = of_kind(device_kind, 1)
-    return known.device.matrix_unit if known else _UNIT
-
-
-def tile_rows(platform: str, unit: int | None, dtype: np.dtype) -> tuple[int, ...]:
-    """The sizes of tiles in which rows of experts are multiplied (see `grouped.tile_rows`).
-
-    Args:
-      unit: as `matrix_unit` gives it.
-    """
-    if platform != "gpu":
-        return (unit or _UNIT,)
-    from pallas_kernels.gpu import grouped
-
-    return grouped.tile_rows(dtype)
-
-
-def all_experts(unit: int | None, per_token: int, count: int) -> range:
-    """The buckets in which every expert multiplies every token.
-
-    This reads all experts, of which so many tokens would leave few unread if they chose independently. It multiplies
-    more rows, but no more than the ragged product, which fills up each expert's rows to a tile. And it needs no sort.
-
-    Args:
-      unit: as `matrix_unit` gives it; XLA's ragged dot on TPUs has tiles of as many rows.
-      per_token: experts of a token, of `count`.
-    """
-    if unit is None:
-        return range(0)
-    fewest = math.ceil(math.log(_FEW_UNUSED, 1 - per_token / count)) if per_token < count else 1
-    return range(fewest, unit + 1)
 
 
 def product_key(native: NativeProduct | None) -> str | None:
@@ -136,7 +97,8 @@ class DeviceProducts:
         return _shaped(x, matrix, dtype, shape, cpu=_dot_cpu)
 
     def takes_all_experts(self, tokens: int, per_token: int, count: int) -> bool:
-        return tokens in all_experts(matrix_unit(self.device_kind), per_token, count)
+        unit = expert_parts.matrix_unit(self.device_kind)
+        return tokens in expert_parts.all_experts(unit, per_token, count)
 
     def experts(
         self,
@@ -148,33 +110,49 @@ class DeviceProducts:
     ) -> Float32[jax.Array, "T H"]:
         """Each device computes with its experts, or its parts of them; the shares are added up."""
         compute = partial(experts.compute, activation=activation, product=self.runs)
-        if self.mesh is None or self.spec is None or self.mesh.size == 1:
-            return compute(x, chosen, weights, kernels)
-        mesh, of_layer = self.mesh, f"layers.{self.layer}.experts.down.kernel"  # whose rules hold for the others too
-        resolve = partial(self.spec.resolve, mesh=mesh, name=of_layer)
 
-        def split(name: str, leaf: Any) -> Any:
-            # A device computes with whole rows: kernels that are split over the hidden size are gathered.
-            axes = tuple(None if axis == "embed" else axis for axis in _EXPERT_AXES[name])
-            if isinstance(leaf, Quantized):
-                return Quantized(split(name, leaf.values), resolve(axes[:2], leaf.scales.shape))
-            return None if leaf is None else resolve(axes, leaf.shape)
+        def here(kernels: experts.Kernels, first: jax.Array | int, *given: Any) -> jax.Array:
+            x, chosen, weights = given
+            return compute(x, chosen, weights, kernels, first)
 
-        places = {name: split(name, leaf) for name, leaf in kernels.items()}
-        whole = resolve((), ())
-        gate = places["gate"].values if isinstance(places["gate"], Quantized) else places["gate"]
-        of_experts, of_ffn = gate[0], gate[1]
-        parts = (*names(of_experts), *names(of_ffn))
+        return self._parts(kernels).added_up(here, kernels, x, chosen, weights)
 
-        def here(x: jax.Array, chosen: jax.Array | None, weights: jax.Array, kernels: experts.Kernels) -> jax.Array:
-            first = 0 if of_experts is None else jax.lax.axis_index(of_experts) * kernels["gate"].shape[0]
-            y = compute(x, chosen, weights, kernels, first)
-            return jax.lax.psum(y.astype(x.dtype), parts).astype(jnp.float32) if parts else y
+    def routed_experts(
+        self,
+        activation: experts.Activation,
+        x: Float[jax.Array, "T H"],
+        positions: Int32[jax.Array, " T"],
+        router: Mapping[str, Any],
+        kernels: experts.Kernels,
+        *,
+        per_token: int,
+        add_up: bool,
+    ) -> Float32[jax.Array, "T H"] | None:
+        parts, up = self._parts(kernels), kernels["up"]
+        dtypes = (x.dtype, (up.values if isinstance(up, Quantized) else up).dtype)
+        if not expert_parts.are_routed(len(x), per_token, parts.local(up.shape), dtypes, self.device_kind):
+            return None
+        from pallas_kernels.tpu import grouped, routing
 
-        everywhere = jax.shard_map(
-            here, mesh=mesh, in_specs=(whole, whole, whole, places), out_specs=whole, check_vma=False
+        mixture = partial(
+            grouped.mixture,
+            per_token=per_token,
+            add_up=add_up,
+            activation=activation,
+            parts=parts.of_each,
+            device_kind=self.device_kind,
         )
-        return everywhere(x, chosen, weights, kernels)
+
+        def here(kernels: experts.Kernels, first: jax.Array | int, *given: Any) -> jax.Array:
+            x, positions, router = given
+            first = jnp.reshape(jnp.int32(first), 1)
+            stacks = (_stack(kernels, name) for name in ("gate", "up", "down"))
+            return mixture(x, positions, routing.Router(**router), first, *stacks)
+
+        return parts.added_up(here, kernels, x, positions, dict(router))
+
+    def _parts(self, kernels: experts.Kernels) -> ExpertParts:
+        return expert_parts.of(kernels, self.mesh, self.spec, self.layer)
 
     def _quantized(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
         # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
@@ -200,10 +178,12 @@ class DeviceProducts:
         return jax.lax.platform_dependent(x, kernels, sizes, **ways, default=experts.ragged_product)
 
 
-_EXPERT_AXES = {
-    **{name: experts.AXES[name]["kernel"] for name in ("gate", "up", "down")},
-    **{f"{name}_bias": experts.AXES[name]["bias"] for name in ("gate", "up")},
-}
+def _stack(kernels: experts.Kernels, name: str) -> Any:
+    """The kernels, scales and biases of a projection, for `grouped`."""
+    from pallas_kernels.tpu import grouped
+
+    kernel, bias = kernels[name], kernels.get(f"{name}_bias")
+    return grouped.Stack(*kernel[:2], bias) if isinstance(kernel, Quantized) else grouped.Stack(kernel, bias=bias)
 
 
 def _has_kernels(device_kind: str) -> bool:

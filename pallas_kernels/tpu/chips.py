@@ -36,5 +36,10 @@ _CHIPS = {
 
 
 def chip(shape: AttentionShape) -> Chip:
-    """The chip that a shape is for; one that is not in the table has the defaults."""
-    return _CHIPS.get(shape.device_kind, Chip())
+    """The chip that a shape is for."""
+    return of_kind(shape.device_kind)
+
+
+def of_kind(device_kind: str) -> Chip:
+    """The chip of JAX's name; one that is not in the table has the defaults."""
+    return _CHIPS.get(device_kind, Chip())

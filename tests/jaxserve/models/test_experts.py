@@ -10,7 +10,7 @@ import pytest
 from jaxserve import models
 from jaxserve.models import experts
 from jaxserve.models.products import BoundWeight
-from jaxserve.runner import matmul
+from jaxserve.runner import expert_parts, matmul
 from jaxserve.weights import narrow
 from pallas_kernels.cpu import build, product
 from tests.jaxserve.models.configs import CONFIGS
@@ -107,7 +107,7 @@ def test_weights_depend_on_differences_of_logits(add_up, shift):
     ],
 )
 def test_buckets_that_all_experts_multiply(kind, per_token, count, buckets):
-    assert matmul.all_experts(matmul.matrix_unit(kind), per_token, count) == buckets
+    assert expert_parts.all_experts(expert_parts.matrix_unit(kind), per_token, count) == buckets
     products = matmul.DeviceProducts(native=None, device_kind=kind)
     taken = [tokens for tokens in range(1, 300) if products.takes_all_experts(tokens, per_token, count)]
     assert taken == list(buckets)

@@ -195,21 +195,24 @@ def test_weights_are_read_in_place_on_a_tpu(entries, sizes):
 @pytest.mark.parametrize(
     ("topology", "quantize", "bucket"),
     [
-        pytest.param("v6e:2x2", None, 8192, marks=tpu),  # at 4096, one of two results fits on the chip
+        pytest.param("v5p:2x2x1", None, 4096, marks=tpu),
+        pytest.param("v6e:2x2", None, 8192, marks=tpu),
         pytest.param("v6e:2x2", "int8", 4096, marks=tpu),
         pytest.param("h200:4", None, 4096, marks=gpu),
         pytest.param("h200:4", "int8", 512, marks=gpu),
     ],
 )
 def test_what_experts_compute_is_predicted(topology, quantize, bucket):
-    """Large buckets, whose tokens have a row for each expert; kernels in eight bits, which TPUs widen in memory."""
+    """Large buckets, whose tokens have a row for each expert. A TPU may have some of what is predicted on its chip, and
+    never more in memory; int8 kernels are not widened there."""
     sizes = {"hidden_size": 2048, "intermediate_size": 3584, "num_local_experts": 8}
     settings = {"slots": 2**18, "dtype": "bfloat16", "attention": "auto", "tensor": 4, "quantize": quantize}
     deployment = question(MIXTRAL | sizes, topology=topology, buckets=(bucket,), **settings)
     plan = predict(deployment)
     (stage,) = compiled.compile_stages(plan, targets.devices_of(deployment.topology), lambda *_: None)
-    assert stage.temporaries > (0.02 if bucket == 512 else 0.1) * stage.total
-    assert plan.stages[0].total == pytest.approx(stage.total, rel=0.03)
+    assert plan.stages[0].total > 0.97 * stage.total
+    assert plan.stages[0].total < (1.1 if topology.startswith("v") else 1.03) * stage.total
+    assert stage.temporaries > 0.02 * stage.total
 
 
 @pytest.mark.skipif(TPU, reason="libtpu is installed")

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.planning import cost
 from jaxserve.planning.predict import predict
 from jaxserve.planning.stage_load import AttentionLoad, ExpertLoad
-from jaxserve.runner import matmul
+from jaxserve.runner import expert_parts
 from pallas_kernels.gpu import grouped
 from sharding import specs
 from tests.jaxserve.planning.questions import named
@@ -54,7 +54,7 @@ def test_experts_are_read_as_tokens_need_them():
 def test_experts_multiply_whole_tiles(tokens, tile):
     """Against the tiles of random choices of 8 of 128 experts."""
     assert grouped.runs_tiling(8 * tokens, 128, "bfloat16").rows == tile
-    sizes = matmul.tile_rows("gpu", None, np.dtype("bfloat16"))
+    sizes = expert_parts.tile_rows("gpu", None, np.dtype("bfloat16"))
     experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
     rng = np.random.default_rng(0)
     rows = rng.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, :8]
@@ -65,7 +65,7 @@ def test_experts_multiply_whole_tiles(tokens, tile):
 
 
 def test_all_experts_are_read_where_they_multiply_all_tokens():
-    buckets = matmul.all_experts(128, 8, 128)
+    buckets = expert_parts.all_experts(128, 8, 128)
     experts = ExpertLoad(
         num_experts=128, per_token=8, weight_bytes=128, token_ops=8.0, tile_rows=(128,), with_all=buckets
     )
@@ -74,7 +74,7 @@ def test_all_experts_are_read_where_they_multiply_all_tokens():
 
 
 def test_a_tile_has_no_more_rows_than_there_are():
-    sizes = matmul.tile_rows("tpu", 128, np.dtype("bfloat16"))
+    sizes = expert_parts.tile_rows("tpu", 128, np.dtype("bfloat16"))
     experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
     assert experts.ops(1, 1) == pytest.approx(8 * 8)  # 8 experts, each of a tile of 8 rows
     assert experts.ops(1, 64) == pytest.approx(8 * 128)
