@@ -1,8 +1,8 @@
 """Matrix products of the compiled programs: our kernels where faster, else XLA's.
 
-The only place that knows about `pallas_kernels.cpu.product` and the products in `pallas_kernels.gpu`. Models call
-`DeviceProducts` (see `products.bind`). The products for GPUs are imported where they are used: with the compilers of
-their kernels, they take a quarter of the time of all imports.
+With `expert_parts`, the only place that knows about the products in `pallas_kernels`. Models call `DeviceProducts` (see
+`products.bind`). The products for GPUs and TPUs are imported where they are used: with the compilers of their kernels,
+those for GPUs take a quarter of the time of all imports.
 """
 
 from __future__ import annotations

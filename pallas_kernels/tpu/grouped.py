@@ -175,17 +175,20 @@ class Blocks(NamedTuple):
 def blocks(inputs: int, outputs: int, stacks: int, dtypes: Sequence[np.dtype], device_kind: str) -> Blocks | None:
     """The blocks of a product with so many stacks of kernels; None if not even the least fit.
 
+    Each core of a chip has a share of the columns.
+
     Args:
       dtypes: of x and of the kernels.
     """
     tile, (x, values) = tile_rows(device_kind), (np.dtype(each).itemsize for each in dtypes)
-    memory = min(_MOST_BYTES, of_kind(device_kind).memory * 3 // 4)
+    chip = of_kind(device_kind)
+    memory, share = min(_MOST_BYTES, chip.memory * 3 // 4), -(-outputs // chip.cores)
     column = 2 * stacks * inputs * values + 2 * tile * 4  # bytes of kernels and results
     for most in range(min(_MOST_COLUMNS, _STEP // (stacks * inputs)), 0, -_LEAST_COLUMNS):
-        step = round_up(-(-outputs // -(-outputs // most)), _LEAST_COLUMNS)
+        step = round_up(-(-share // -(-share // most)), _LEAST_COLUMNS)
         beside = 2 * tile * inputs * x + stacks * step * (inputs * x * (values != x) + 2 * tile * 4)
         if (fit := (memory - beside) // (column * step) * step) > 0:
-            return Blocks(round_up(-(-outputs // -(-outputs // fit)), step), step)
+            return Blocks(round_up(-(-share // -(-share // fit)), step), step)
     return None
 
 

@@ -1,5 +1,6 @@
 """Mixtures of experts against a loop over tokens, and the ways to multiply runs of rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,16 +9,26 @@ import numpy as np
 import pytest
 
 from jaxserve import models
-from jaxserve.models import experts
+from jaxserve.models import experts, layers
 from jaxserve.models.products import BoundWeight
 from jaxserve.runner import expert_parts, matmul
 from jaxserve.weights import narrow
 from pallas_kernels.cpu import build, product
+from pallas_kernels.tpu import grouped
+from sharding import mesh as meshes
+from sharding import specs
 from tests.jaxserve.models.configs import CONFIGS
 
 WAYS = {"ragged": experts.ragged_product, "tiles": matmul._runs_cpu, "native": product.multiply_runs}
 # What GPUs use; in the interpreter, rows beyond the runs are NaN. More of it is in tests/pallas_kernels.
 GROUPED = partial(matmul._runs_gpu, device_kind="", interpret=True)
+
+
+# Over two devices: half of the experts on each, or half of each expert's inner state.
+APART = {
+    "kernels of few experts": {"expert": "tensor", "ffn": None},
+    "kernels of parts": {"expert": None, "ffn": "tensor"},
+}
 
 
 def runs(rows: int, count: int, seed: int = 0):
@@ -113,11 +124,14 @@ def test_buckets_that_all_experts_multiply(kind, per_token, count, buckets):
     assert taken == list(buckets)
 
 
-@pytest.mark.parametrize("with_all", [False, True])
+@pytest.mark.parametrize(
+    "way", ["runs", "all", "kernels", *(pytest.param(way, marks=pytest.mark.interpret) for way in APART)]
+)
 @pytest.mark.parametrize(
     "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mixtral", "qwen3_moe"))]
 )
-def test_every_token_gets_what_its_experts_give(name, with_all):
+def test_every_token_gets_what_its_experts_give(name, way, monkeypatch):
+    """As runs of rows, with all experts, and in the kernels of TPUs, which choose, also over two devices."""
     model = models.build(models.parse_config(CONFIGS[name]))
     config = model.config
     layer = jax.tree.map(
@@ -134,9 +148,17 @@ def test_every_token_gets_what_its_experts_give(name, with_all):
     largest, chosen = jax.lax.top_k(logits, config.experts_per_token)
     weights, total = experts.shares(largest, logits, module.weights_add_up)
     weights, chosen = np.asarray(weights / total), np.asarray(chosen)
-    if with_all:
+    if way != "runs":
         products = matmul.DeviceProducts(native=None, device_kind="TPU v5 lite")
         assert products.takes_all_experts(len(x), config.experts_per_token, config.num_experts)
+        if way in APART:
+            spec = specs.default(name)
+            spec = replace(spec, rules={**spec.rules, **APART[way]})
+            products = replace(products, mesh=meshes.make_mesh({"tensor": 2}), spec=spec)
+        if way != "all":
+            monkeypatch.setattr(matmul.DeviceProducts, "takes_all_experts", lambda *sizes: False)
+            monkeypatch.setattr(grouped, "mixture", partial(grouped.mixture, interpret=True))
+            monkeypatch.setattr(layers, "project", None)  # the kernel makes the logits
         for piece in ("gate", "up", "down"):
             kernel = getattr(module, piece).kernel
             kernel.set_value(BoundWeight(kernel.get_raw_value(), products))
