@@ -236,10 +236,10 @@ def unpack(
     last, points = _points(chunks, offsets, layout)
     tokens = next_tokens = None
     if history is not None:
-        rows, following = token_rows, jnp.minimum(positions + 1, layout.max_context - 1)
-        places = jnp.concatenate([rows, rows]), jnp.concatenate([positions, following])
-        found = history.at[places].get(mode="promise_in_bounds")
-        tokens, next_tokens = found[: layout.bucket], found[layout.bucket :]
+        following = jnp.minimum(positions + 1, layout.max_context - 1)
+        tokens, next_tokens = (
+            history.at[token_rows, at].get(mode="promise_in_bounds") for at in (positions, following)
+        )
     return BatchView(batch, tokens, next_tokens, last, points), tables
 
 

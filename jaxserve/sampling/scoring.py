@@ -34,7 +34,7 @@ def score(
     vocab: int,
     tile: int,
     next_tokens: Int32[jax.Array, " T"],
-    axis: str | None = None,
+    axis: str | tuple[str, ...] | None = None,
 ) -> tuple[Float32[jax.Array, " T"], Int32[jax.Array, "T top"], Float32[jax.Array, "T top"]]:
     """Logprobs of the token after each position and of the likeliest alternatives (traced).
 
