@@ -71,10 +71,10 @@ def all_experts(unit: int | None, per_token: int, count: int) -> range:
     """The buckets in which every expert multiplies every token.
 
     This reads all experts, of which so many tokens would leave few unread if they chose independently. It multiplies
-    more rows, but no more than the ragged product, which fills up each expert's rows to a tile. And it needs no sort.
+    more rows, but no more than products of runs, which fill up each expert's rows to a tile. And it needs no sort.
 
     Args:
-      unit: as `matrix_unit` gives it; XLA's ragged dot on TPUs has tiles of as many rows.
+      unit: as `matrix_unit` gives it; on TPUs, tiles of runs have as many rows.
       per_token: experts of a token, of `count`.
     """
     if unit is None:

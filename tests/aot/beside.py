@@ -28,7 +28,7 @@ from jaxserve.planning import targets
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import cuts
 from sharding import devices
-from tests.aot import bundles, test_tpu
+from tests.aot import bundles, test_tpu, tpus
 
 TOKENS, ROWS, CONTEXT, PAGE = 512, 16, 2048, 128
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -170,7 +170,7 @@ def main() -> None:
     bundles.dump_to(folder)
     print(f"jax {jax.__version__}; bundles a MiB of decodes, and a MFLOP of prompts: in products / in the whole loop")
     for generation in args.generations:
-        device = targets.devices_of(devices.parse(test_tpu.GENERATIONS[generation]))[0]
+        device = targets.devices_of(devices.parse(tpus.GENERATIONS[generation]))[0]
         for name, code_of in kernels.items():
             for path in folder.iterdir():
                 path.unlink()

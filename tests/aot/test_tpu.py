@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import time
 from functools import partial
@@ -22,17 +21,10 @@ from pallas_kernels.api import AttentionBatch, AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
 from pallas_kernels.tpu.layout import round_up
 from sharding import devices
-from tests.aot import bundles
+from tests.aot import bundles, tpus
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason=f"libtpu is not installed; pip install 'jax[tpu]=={jax.__version__}' brings it (make test-aot does)",
-    ),
-]
+pytestmark = tpus.MARKS
 
-GENERATIONS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # heads, KV heads, head_dim, queries, pool
 SHAPES = [
     (7, 7, 128, "bfloat16", "bfloat16"),
@@ -94,7 +86,7 @@ def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, 
             else (),
         )
         for i, case in enumerate(CASES)
-        for j, generation in enumerate(GENERATIONS)
+        for j, generation in enumerate(tpus.GENERATIONS)
     ],
 )
 def test_the_kernels_compile(tell, hold, code, generation, heads, kv_heads, dim, dtype, pool, bucket):
@@ -107,7 +99,7 @@ def test_the_kernels_compile(tell, hold, code, generation, heads, kv_heads, dim,
         pool_dtype=jnp.dtype(pool),
         alibi=heads % 2 == 1 or dim == 64,
     )
-    device = targets.devices_of(devices.parse(GENERATIONS[generation]))[0]
+    device = targets.devices_of(devices.parse(tpus.GENERATIONS[generation]))[0]
     shape = dataclasses.replace(shape, max_rows=rows, device_kind=device.device_kind)
     shape = shape.with_blocks(BACKEND.default_block_size(shape), context)
     assert BACKEND.supports(shape) is None
@@ -181,7 +173,7 @@ def code_of_prompts(code: Path, shape: AttentionShape, n_tokens: int) -> dict[st
 )
 def test_narrow_kernels_are_widened_inside_the_product(generation, rows, held, outputs, inputs, group, zeros, tell):
     """What the program has beside its arguments has no space for the wide kernel (of Llama-2-7B)."""
-    place = SingleDeviceSharding(targets.devices_of(devices.parse(GENERATIONS[generation]))[0])
+    place = SingleDeviceSharding(targets.devices_of(devices.parse(tpus.GENERATIONS[generation]))[0])
 
     def like(sizes, dtype) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,10 @@ from pallas_kernels.tpu.grouped import Stack
 from pallas_kernels.tpu.layout import LANES
 from pallas_kernels.tpu.routing import Router
 from sharding import devices
-from tests.aot import bundles
+from tests.aot import bundles, tpus
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason=f"libtpu is not installed; pip install 'jax[tpu]=={jax.__version__}' brings it (make test-aot does)",
-    ),
-]
+pytestmark = tpus.MARKS
 
-GENERATIONS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # The model, and over how many devices the inner state of each expert is divided.
 MODELS = [("mixtral-8x7b", 8), ("gpt-oss-20b", 4), ("qwen3-30b-a3b", 4)]
 
@@ -43,7 +35,7 @@ MODELS = [("mixtral-8x7b", 8), ("gpt-oss-20b", 4), ("qwen3-30b-a3b", 4)]
         for i, (model, dtype) in enumerate(
             [(MODELS[0], "bfloat16"), (MODELS[1], "bfloat16"), (MODELS[2], "bfloat16"), (MODELS[0], "int8")]
         )
-        for j, generation in enumerate(GENERATIONS)
+        for j, generation in enumerate(tpus.GENERATIONS)
     ]
     + [("v5e", *MODELS[2], "bfloat16", 8192), ("v6e", *MODELS[1], "bfloat16", 300)],
 )
@@ -53,7 +45,7 @@ def test_the_kernels_of_experts_compile(tell, hold, code, generation, name, part
     config = model_catalog.find(name)[1]
     hidden, inner = config.hidden_size, config.ffn_size // parts
     count, per_token = config.num_experts, config.experts_per_token
-    device = targets.devices_of(devices.parse(GENERATIONS[generation]))[0]
+    device = targets.devices_of(devices.parse(tpus.GENERATIONS[generation]))[0]
     kind, dtypes = device.device_kind, (jnp.dtype("bfloat16"), jnp.dtype(dtype))
     place, has_bias = SingleDeviceSharding(device), name == "gpt-oss-20b"
 

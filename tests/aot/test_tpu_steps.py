@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 
-import jax
 import pytest
 
 from jaxserve import models
@@ -16,14 +14,9 @@ from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
 from jaxserve.runner import compiler_options
 from sharding import devices, specs
+from tests.aot import tpus
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason=f"libtpu is not installed; pip install 'jax[tpu]=={jax.__version__}' brings it (make test-aot does)",
-    ),
-]
+pytestmark = tpus.MARKS
 
 BLOOM_176B = {"model_type": "bloom", "vocab_size": 250880, "hidden_size": 14336, "n_layer": 70, "n_head": 112}
 
