@@ -166,10 +166,9 @@ class TpuBackend:
             out, pool = decodes.attend(
                 tokens, pool, bounds, *walk, slopes, sinks, units=cut.units, slots=cut.unit_slots, **static
             )
-            out, n_decodes = out[:n_chunks], bounds[chip(shape).cores]
-            if meta.prompts is None:  # one operation in this shape, and three once heads are side by side
-                out = jnp.where(jnp.arange(n_chunks)[:, None, None] < n_decodes, out, 0.0)
-            found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0))) for each in _results(out, shape)]
+            cores = chip(shape).cores
+            token, n_decodes = jnp.arange(n_tokens)[:, None], bounds[cores]
+            found, rest = _results(_of_cores(out, bounds, cores)[:n_chunks], shape), [0.0, 0.0]
             if meta.prompts is not None:
                 of_prompts = prompts.attend(
                     tokens,
@@ -182,12 +181,11 @@ class TpuBackend:
                     sinks,
                     cut=cut,
                     **static,
-                )[:n_tokens]
-                token = jnp.arange(n_tokens)[:, None]
-                of_prompts = _results(of_prompts.reshape(n_tokens, -1, result_lanes(shape)), shape)
+                )
+                of_prompts = _results(of_prompts[:n_tokens], shape)
                 rest = [jnp.where(token < meta.prompts.bounds[1], each, 0.0) for each in of_prompts]
-                found = [jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=True)]
-            out, *lse = found
+            found = [jnp.pad(each, ((0, n_tokens - n_chunks), (0, 0))) for each in found]
+            out, *lse = (jnp.where(token < n_decodes, *each) for each in zip(found, rest, strict=False))
             out = out.astype(q.dtype).reshape(q.shape)
             return (PartialAttention(out, lse[0]) if lse else out), pool
 
@@ -277,12 +275,21 @@ def _heads_first(x: jax.Array, shape: AttentionShape, multiple: int) -> jax.Arra
     return jnp.pad(x.transpose(1, 2, 0, 3), ((0, 0), (0, 0), (0, more), (0, padding)))
 
 
+def _of_cores(out: jax.Array, bounds: jax.Array, cores: int) -> jax.Array:
+    """Each row from the core that computed it (see `decodes.attend`)."""
+    found, *others = jnp.split(out, cores)
+    row = jnp.arange(len(found))[:, None]
+    for core, other in enumerate(others, 1):
+        found = jnp.where(row < bounds[core], found, other)
+    return found
+
+
 def _results(out: jax.Array, shape: AttentionShape) -> list[jax.Array]:
-    """Results of kernels [n, tiles, result_lanes] as [n, N * D].
+    """Results of kernels [n, tiles * result_lanes] as [n, N * D].
 
     With several `slot_parts`, the logarithms of the sums [n, N] follow.
     """
-    used = heads_of_tile(shape) * shape.head_dim
+    used, out = heads_of_tile(shape) * shape.head_dim, out.reshape(len(out), -1, result_lanes(shape))
     parts = [out[..., :used], out[..., -1:]] if shape.slot_parts > 1 else [out[..., :used]]
     return [part.reshape(len(out), -1) for part in parts]
 

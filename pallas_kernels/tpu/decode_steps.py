@@ -16,8 +16,12 @@ from pallas_kernels.tpu.layout import TpuPool, slot_tile, visited
 TOKENS = 16
 
 
+# Rows whose results are copied together, as they are a whole memory tile.
+ROWS = 8
+
+
 def buffers(units: int) -> int:
-    """Buffers for results: at least one for each unit of a step, and a power of 2."""
+    """Buffers for new tokens: at least one for each unit of a step, and a power of 2."""
     return 1 << (units - 1).bit_length()
 
 
@@ -29,7 +33,7 @@ class DecodeScratch(NamedTuple):
     tokens: Any  # [2, K, group + 2, TOKENS, D], or with heads `side_by_side`
     wide: Any  # the same in float32, of one of the two
     rows: Any  # [B, group + 2, lanes]
-    out: Any  # [B, tiles, result_lanes]
+    out: Any  # [2, ROWS, tiles * result_lanes]
     maximum: Any  # [1, groups, rows, 128], equal in all lanes: after the last unit; of slot parts, after each
     total: Any  # [units, groups, rows, 128], equal in all lanes: after each unit
     acc: Any  # [units, groups, rows, lanes of a group]: after each unit
@@ -37,8 +41,8 @@ class DecodeScratch(NamedTuple):
     sinks: Any
     block_sems: Any  # [2, units]
     token_sems: Any  # [2]
-    out_sems: Any  # [B]; the other too
-    new_sems: Any
+    out_sems: Any  # [2]
+    new_sems: Any  # [B]
 
 
 class DecodeSteps(NamedTuple):
@@ -165,11 +169,29 @@ class DecodeSteps(NamedTuple):
         own = jnp.where((offset >= 0) & (offset < local), slot, -1)
         return slot, own, column + jnp.clip(offset + 1, 0, local)
 
-    def of_ring(self, row, act):
-        """Call `act` with every copy that stores a row's results."""
-        ring = self.in_ring(row, buffers(self.units))
-        act(pltpu.make_async_copy(self.scratch.out.at[ring], self.out.at[row], self.scratch.out_sems.at[ring]))
-        self.of_new(row, act)
+    def of_results(self, row):
+        """The copy of the results that have a row's."""
+        number = lax.div(row, ROWS)
+        side, first = lax.rem(number, 2), pl.program_id(0) * (self.out.shape[0] // pl.num_programs(0))
+        place = pl.ds(pl.multiple_of(first + number * ROWS, ROWS), ROWS)
+        return pltpu.make_async_copy(self.scratch.out.at[side], self.out.at[place], self.scratch.out_sems.at[side])
+
+    def begin_results(self, row):
+        """Wait for the buffer of the results that a row is the first of."""
+        before = row - 2 * ROWS
+        pl.when((lax.rem(row, ROWS) == 0) & (before + ROWS > self.low))(lambda: self.of_results(before).wait())
+
+    def end_results(self, row):
+        """Store the results that a row is the last of."""
+        is_last = (lax.rem(row, ROWS) == ROWS - 1) | (row == self.high - 1)
+        pl.when(is_last)(lambda: self.of_results(row).start())
+
+    def wait_for_results(self):
+        """Wait for what is still being stored."""
+        last = self.high - 1
+        pl.when(self.low < self.high)(lambda: self.of_results(last).wait())
+        before = last - lax.rem(last, ROWS) - 1
+        pl.when(before >= self.low)(lambda: self.of_results(before).wait())
 
     def of_new(self, row, act):
         """Call `act` with every copy that stores a row's token in the pool."""

@@ -26,7 +26,7 @@ from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import costs
 from pallas_kernels.tpu.chips import chip
 from pallas_kernels.tpu.cuts import memory_of_decodes
-from pallas_kernels.tpu.decode_steps import TOKENS, DecodeScratch, DecodeSteps, buffers
+from pallas_kernels.tpu.decode_steps import ROWS, TOKENS, DecodeScratch, DecodeSteps, buffers
 from pallas_kernels.tpu.head_groups import HeadGroup, by_row, head_groups, moved, query_lanes, rounded, scales_by_row
 from pallas_kernels.tpu.layout import (
     LANES,
@@ -42,6 +42,7 @@ from pallas_kernels.tpu.layout import (
     operand_dtype,
     positions_of,
     result_lanes,
+    round_up,
     scale_rows,
     score_factor,
     slot_tile,
@@ -220,7 +221,10 @@ class _DecodeKernel:
 
         def finish(row, unit, masks):
             """Store a row's result, each head's in its lanes of a tile."""
-            ring, sharing, dim = steps.in_ring(row, rings), heads_of_tile(shape), shape.head_dim
+            sharing, dim = heads_of_tile(shape), shape.head_dim
+            side = lax.rem(lax.div(row, ROWS), 2)
+            is_row = lax.broadcasted_iota(jnp.int32, (ROWS, result_lanes(shape)), 0) == lax.rem(row, ROWS)
+            steps.begin_results(row)
             for which, place in enumerate(groups):
                 sums, logs = total[unit, which], None
                 if parts > 1:
@@ -240,8 +244,9 @@ class _DecodeKernel:
                             found = jnp.where((lane >= 0) & (lane < dim), found, tiles[tile])
                         tiles[tile] = found
                 for tile, found in tiles.items():
-                    out_buf[ring, tile : tile + 1] = found
-            pltpu.make_async_copy(out_buf.at[ring], out.at[row], scratch.out_sems.at[ring]).start()
+                    place = side, slice(None), pl.ds(tile * result_lanes(shape), result_lanes(shape))
+                    out_buf[place] = jnp.where(is_row, found, out_buf[place])
+            steps.end_results(row)
 
         def iteration(i, carry):
             here, cursor = carry
@@ -258,7 +263,7 @@ class _DecodeKernel:
 
                 @pl.when(ends & (row - low >= rings))
                 def _(row=row):
-                    steps.of_ring(row - rings, lambda copy: copy.wait())
+                    steps.of_new(row - rings, lambda copy: copy.wait())
 
                 @pl.when(ends)
                 def _(row=row, step=step, unit=unit):
@@ -284,7 +289,9 @@ class _DecodeKernel:
 
             @pl.when(high - low > back)
             def _(back=back):
-                steps.of_ring(high - 1 - back, lambda copy: copy.wait())
+                steps.of_new(high - 1 - back, lambda copy: copy.wait())
+
+        steps.wait_for_results()
 
     def _scales_of_rows(self, scale_buf: Any, side: jax.Array, unit: int, half: int, place: HeadGroup) -> jax.Array:
         """The scales of a unit's slots for each row's head: float32[rows, slots]."""
@@ -334,10 +341,11 @@ def attend(
       sinks: float32[N], if shape.sinks.
 
     Returns:
-      (float32[C, N / heads_of_tile, result_lanes], pool); rows past the last decode hold arbitrary values.
+      (float32[cores * C in whole memory tiles, N / heads_of_tile * result_lanes], pool): for each core, its rows among
+      all of them. Other cores' rows there, and those past the last decode, hold arbitrary values.
     """
     n_chunks, lanes, size, dtype = kv_lens.shape[0] - 1, lanes_of(shape), shape.local_slots, shape.pool_dtype
-    several, tiles = shape.slot_parts > 1, shape.num_heads // heads_of_tile(shape)
+    cores, columns = chip(shape).cores, shape.num_heads // heads_of_tile(shape) * result_lanes(shape)
     heads, lines, n_tokens, token_lanes = tokens.shape
     together = min(n_tokens, TOKENS)
     groups = head_groups(shape)
@@ -356,12 +364,12 @@ def attend(
     return pl.pallas_call(
         _DecodeKernel(shape=shape, scale=scale, window=window, units=units, slots=slots),
         out_shape=(
-            jax.ShapeDtypeStruct((n_chunks, tiles, result_lanes(shape)), jnp.float32),
+            jax.ShapeDtypeStruct((cores * round_up(n_chunks, ROWS), columns), jnp.float32),
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pool),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(chip(shape).cores,),
+            grid=(cores,),
             in_specs=(anywhere, *by_head, pool_specs),
             out_specs=(anywhere, pool_specs),
             scratch_shapes=[
@@ -371,15 +379,15 @@ def attend(
                     tokens=scratch(2, heads, lines, together, token_lanes, dtype=tokens.dtype),
                     wide=scratch(heads, lines, together, token_lanes),
                     rows=scratch(rings, lines, lanes),
-                    out=scratch(rings, tiles, result_lanes(shape)),
-                    maximum=scratch(units if several else 1, *state, LANES),
+                    out=scratch(2, ROWS, columns),
+                    maximum=scratch(units if shape.slot_parts > 1 else 1, *state, LANES),
                     total=scratch(units, *state, LANES),
                     acc=scratch(units, *state, groups[0].lanes),
                     slopes=None if slopes is None else scratch(*state, LANES),
                     sinks=None if sinks is None else scratch(*state, LANES),
                     block_sems=pltpu.SemaphoreType.DMA((2, units)),
                     token_sems=pltpu.SemaphoreType.DMA((2,)),
-                    out_sems=pltpu.SemaphoreType.DMA((rings,)),
+                    out_sems=pltpu.SemaphoreType.DMA((2,)),
                     new_sems=pltpu.SemaphoreType.DMA((rings,)),
                 )
             ],

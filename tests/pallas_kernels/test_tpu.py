@@ -98,16 +98,17 @@ def test_lanes_past_the_heads_are_zeros(harness):
 
 
 # The second core's rows begin at row 2, 13 or 15: rows 15 and 16 are in one step of it.
-@pytest.mark.parametrize("rows", [5, 28, 32])
+@pytest.mark.parametrize(("rows", "interpret"), [(5, LATE), (28, LATE), (32, LATE), (32, WATCHED)])
 @pytest.mark.interpret
-def test_tokens_of_decodes_come_in_several_copies(harness, rows):
-    """Each row gets its own token, also where a core's rows begin inside a copy."""
-    backend = TpuBackend(cut=small(8), interpret=replace(LATE, num_cores_or_threads=2))
+def test_tokens_and_results_of_decodes_take_several_copies(harness, rows, interpret, capfd):
+    """Each row gets its own token and result, also where a core's rows begin inside a copy."""
+    backend = TpuBackend(cut=small(8), interpret=replace(interpret, num_cores_or_threads=2))
     h = harness(backend, heads=2, dim=64, block=8, bucket=rows, most_chunks=rows, n_blocks=3 * rows, max_blocks=4)
     h.shape = replace(h.shape, device_kind="TPU v4")
     added = [h.add_row() for _ in range(rows)]
     for lengths in ([1] * rows, [1] * rows):
         h.check(list(zip(added, lengths, strict=True)))
+    assert RACE not in capfd.readouterr().out
 
 
 @pytest.mark.interpret
