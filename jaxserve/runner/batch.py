@@ -49,6 +49,7 @@ class BatchLayout:
     Attributes:
       groups: the cache groups, whose entries alternate in block tables.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
+      fewest_tokens: that the device computes with; smaller buckets are filled up.
     """
 
     bucket: int
@@ -56,6 +57,12 @@ class BatchLayout:
     n_rows: int
     groups: CacheGroups
     draft_tokens: int = 0
+    fewest_tokens: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Flat tokens on the device."""
+        return max(self.bucket, self.fewest_tokens)
 
     @property
     def block_size(self) -> int:
@@ -101,7 +108,7 @@ class BatchLayout:
 class BatchView(NamedTuple):
     """One iteration as the device sees it.
 
-    T tokens (the bucket), S sample positions.
+    T tokens (`BatchLayout.tokens`), S sample positions.
 
     Attributes:
       attention: lengths, tables and positions for the attention backend.
@@ -218,7 +225,7 @@ def unpack(
     rows, starts, lengths, _ = chunks
     tables = tables.at[row, column].set(block, mode="drop")
     # By comparing all with all: a scan, a binary search and look-ups are several operations each for an accelerator.
-    flat, index = jnp.arange(layout.bucket, dtype=jnp.int32), jnp.arange(layout.chunks + 1, dtype=jnp.int32)
+    flat, index = jnp.arange(layout.tokens, dtype=jnp.int32), jnp.arange(layout.chunks + 1, dtype=jnp.int32)
     offsets = jnp.sum(jnp.where(index[:-1] < index[:, None], lengths, 0), axis=1, dtype=jnp.int32)
     is_later = offsets[1:] <= flat[:, None]  # [T, C]
     is_in = ~is_later & (offsets[:-1] <= flat[:, None])

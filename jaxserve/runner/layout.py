@@ -85,6 +85,8 @@ def lay_out(
         product=matmul.native_product(dtype, backend.name, meshes[0].size),
         scoring=config.scoring,
         draft_tokens=config.draft_tokens,
+        # Of one, XLA's compiler for TPUs makes operations of single numbers.
+        fewest_tokens=2 if platform == "tpu" else 1,
         deterministic=config.deterministic,
     )
     programs = [

@@ -174,7 +174,7 @@ class StagePrograms:
         """
         layout, state, pool = self.shape.layout(bucket), self.state(), self.pool(n_blocks)
         attended = (self.shape.backend, self.shape.attention, self.mesh, self.spec)
-        prepare = partial(attention.prepare, *attended, decodes_only=decodes_only)
+        prepare = partial(attention.prepare, *attended, decodes_only=decodes_only or bucket == 1)
         blocks = self.part_blocks(n_blocks)
         between = partial(jax.lax.with_sharding_constraint, shardings=self.between_layers(bucket))
         whole = partial(jax.lax.with_sharding_constraint, shardings=self.everywhere)

@@ -39,6 +39,7 @@ class StageShape:
       attention: the attention of one device of a stage.
       product: the native CPU product, or None for XLA's.
       draft_tokens: most tokens drafted for one row; 0 without speculation.
+      fewest_tokens: that a device computes with (see `BatchLayout`).
       deterministic: whether a token goes through one program whatever else is in its batch.
     """
 
@@ -50,6 +51,7 @@ class StageShape:
     product: matmul.NativeProduct | None
     scoring: bool
     draft_tokens: int = 0
+    fewest_tokens: int = 1
     deterministic: bool = False
 
     def layout(self, bucket: int) -> BatchLayout:
@@ -60,6 +62,7 @@ class StageShape:
             n_rows=self.n_rows,
             groups=self.groups,
             draft_tokens=self.draft_tokens,
+            fewest_tokens=self.fewest_tokens,
         )
 
     @property
@@ -188,16 +191,20 @@ def forward(
             return make_attend(metas[groups[0]], layers[0], index * first_blocks[1])
         return make_attend(metas[groups[index]], layers[index], first_blocks[index])
 
-    used = jnp.arange(layout.bucket) < view.attention.query_offsets[-1]
+    used = jnp.arange(layout.tokens) < view.attention.query_offsets[-1]
     positions = jnp.where(used, view.attention.positions, -1)
+    x = jnp.pad(x, ((0, layout.tokens - len(x)), (0, 0)))
     hidden, pool = model.layers(params, layers, x, positions, attend, pool, looped=looped, between=between)
+    hidden = hidden[: layout.bucket]
     if whole is not None:
         hidden = whole(hidden)
     padding = shape.points - layout.points
     points = jnp.pad(view.points, ((0, padding), (0, 0)))
     if layers.stop < model.config.num_layers:
         return Forward(pool, tables, points, hidden, None, None)
-    return Forward(pool, tables, points, hidden, hidden[jnp.pad(view.last, (0, padding))], view.next_tokens)
+    assert view.next_tokens is not None
+    next_tokens = view.next_tokens[: layout.bucket]
+    return Forward(pool, tables, points, hidden, hidden[jnp.pad(view.last, (0, padding))], next_tokens)
 
 
 def head(model: Model, product: matmul.NativeProduct | None, points: int, ends: Any, last: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ import pytest
 
 from jaxserve.iteration import Chunk, IterationPlan, SamplerVariant
 from jaxserve.request import Request
+from jaxserve.runner import layout
+from jaxserve.runner.programs import StageShape
 from jaxserve.sampling_params import SamplingParams
 from tests.fixtures.tiny import make_engine
 from tests.fixtures.traffic import Answers, run, traffic
@@ -78,3 +80,25 @@ def test_answers_do_not_depend_on_sample_counts(params, settings) -> None:
     for name in one.tokens.keys() - set(different):
         np.testing.assert_allclose(many.logprobs[name], one.logprobs[name], atol=1e-4)
         assert many.reasons[name] == one.reasons[name]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scoring": True}, *(pytest.param(each, marks=pytest.mark.long) for each in ({"stages": 2}, {"tensor": 3}))],
+)
+def test_buckets_of_one_token_are_filled_up(params, settings, monkeypatch) -> None:
+    """Where a device computes with two at least, as TPUs do: the answers are the same."""
+    arrivals = traffic(12)
+    expected = run(make_engine(params, buckets=(24,), **settings), arrivals)
+    monkeypatch.setattr(layout, "StageShape", lambda **sizes: StageShape(**{**sizes, "fewest_tokens": 2}))
+    engine = make_engine(params, buckets=(1, 24), **settings)
+    stages = engine._loops[0].pipeline.stages
+    assert all(stage.programs.shape.layout(1).tokens == 2 for stage in stages)
+    taken, forward = [], stages[0].forward
+    monkeypatch.setattr(stages[0], "forward", lambda plan, *args: taken.append(plan.bucket) or forward(plan, *args))
+    answers = run(engine, arrivals)
+    assert set(taken) == {1, 24}
+    assert answers.tokens == expected.tokens
+    assert answers.reasons == expected.reasons
+    for name, scores in expected.prompt_logprobs.items():
+        np.testing.assert_allclose(answers.prompt_logprobs[name], scores, atol=1e-4)
