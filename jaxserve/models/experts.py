@@ -2,8 +2,7 @@
 
 Sources: arXiv:1701.06538, arXiv:2401.04088.
 
-Tokens are sorted by expert, and each expert multiplies its run of them. Where that is faster, every expert multiplies
-every token instead. No token is dropped, and padding goes nowhere.
+Tokens are sorted by expert, and each expert multiplies its run of them. No token is dropped, and padding goes nowhere.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models.layers import Linear
 from jaxserve.models.products import BoundWeight, Products, Quantized, precision_for
@@ -48,24 +47,13 @@ def shares(
     """Weights of a token's experts, and what to divide them by.
 
     Args:
-      chosen: logits of these experts; -inf for weight 0.
-      logits: of all experts, of which the largest is chosen.
+      chosen: logits of these experts, the largest first.
+      logits: of all experts.
       add_up: whether the weights are the softmax of those chosen, or their part of the softmax of all.
     """
-    # A TPU finds the largest of all in the operation that makes the logits.
-    most = jnp.max(logits, -1, keepdims=True)
+    most = chosen[:, :1]
     each = jnp.exp(chosen - most)
     return each, jnp.sum(each if add_up else jnp.exp(logits - most), -1, keepdims=True)
-
-
-def are_largest(logits: Float32[jax.Array, "T E"], count: int) -> Bool[jax.Array, "T E"]:
-    """Whether each logit is one of the `count` largest of its row; of equal ones, the first.
-
-    `jax.lax.top_k` chooses the same ones. A TPU does this in one operation, and sorts in several.
-    """
-    place, other, own = jnp.arange(logits.shape[1]), logits[:, None, :], logits[:, :, None]
-    before = (other > own) | ((other == own) & (place < place[:, None]))
-    return jnp.sum(before, -1) < count
 
 
 class Experts(nnx.Module):
@@ -99,25 +87,19 @@ class Experts(nnx.Module):
         products = kernels["gate"].matmul if isinstance(kernels["gate"], BoundWeight) else None
         kernels = {name: _unbound(leaf) for name, leaf in kernels.items()}
         count, per_token, is_padding = self.config.num_experts, self.config.experts_per_token, positions[:, None] < 0
-        if products is not None and products.takes_all_experts(len(x), per_token, count):
-            logits = self.router(x)
-            chosen, experts = jnp.where(are_largest(logits, per_token), logits, -jnp.inf), None
-        elif (y := self._routed(products, x, positions, kernels)) is not None:
+        if (y := self._routed(products, x, positions, kernels)) is not None:
             return y
-        else:
-            logits = self.router(x)
-            chosen, experts = jax.lax.top_k(logits, per_token)
-            experts = jnp.where(is_padding, count, experts.astype(jnp.int32))
+        logits = self.router(x)
+        chosen, experts = jax.lax.top_k(logits, per_token)
+        experts = jnp.where(is_padding, count, experts.astype(jnp.int32))
         weights, total = shares(chosen, logits, self.weights_add_up)
         if products is None:
             y = compute(x, experts, weights, kernels, activation=self.activation, product=ragged_product)
         else:
             y = products.experts(self.activation, x, experts, weights, kernels)
         if (bias := _unbound(self.down.raw_bias)) is not None:
-            bias, axes = bias.astype(jnp.float32), "te,eh->th"
-            if experts is not None:
-                bias, axes = bias[jnp.minimum(experts, count - 1)], "tk,tkh->th"
-            y += jnp.einsum(axes, weights, bias, precision="highest")
+            bias = bias.astype(jnp.float32)[jnp.minimum(experts, count - 1)]
+            y += jnp.einsum("tk,tkh->th", weights, bias, precision="highest")
         # A TPU does this where it adds the result to the residual. For the weights, it needs an operation of its own.
         return jnp.where(is_padding, 0, y / total)
 
@@ -160,8 +142,8 @@ class StackedLinear(nnx.Module):
 
 def compute(
     x: Float[jax.Array, "T H"],
-    experts: Int32[jax.Array, "T k"] | None,
-    weights: Float32[jax.Array, "T k"] | Float32[jax.Array, "T E"],
+    experts: Int32[jax.Array, "T k"],
+    weights: Float32[jax.Array, "T k"],
     kernels: Kernels,
     first: jax.Array | int = 0,
     *,
@@ -171,12 +153,9 @@ def compute(
     """The weighted sum of what each token's experts give, of those whose kernels are here.
 
     Args:
-      experts: of each token; none for a number that is not one of an expert. If None, every expert multiplies every
-        token, and `weights` has a column for each expert, 0 where a token did not choose it.
+      experts: of each token; none for a number that is not one of an expert.
       first: number of the first expert in `kernels`.
     """
-    if experts is None:
-        return _compute_with_all(x, weights, kernels, first, activation)
     per_token, count = experts.shape[1], kernels["gate"].shape[0]
     here = experts.reshape(-1) - first
     here = jnp.where((here >= 0) & (here < count), here, count)  # those elsewhere come last
@@ -193,24 +172,6 @@ def compute(
     y = jnp.where(expert[:, None] < count, project("down", inner) * weight[:, None], 0)
     back = jnp.zeros_like(order).at[order].set(place, mode="promise_in_bounds", unique_indices=True)
     return y.at[back].get(mode="promise_in_bounds").reshape(len(x), per_token, -1).sum(1)
-
-
-def _compute_with_all(
-    x: jax.Array, weights: jax.Array, kernels: Kernels, first: jax.Array | int, activation: Activation
-) -> jax.Array:
-    def project(x: jax.Array, name: str) -> jax.Array:  # [E, T, in] -> float32[E, T, out]
-        kernel, bias = kernels[name], kernels.get(f"{name}_bias")
-        values, precision = _values(kernel, x.dtype), precision_for(x.dtype)
-        y = jnp.einsum("eti,eoi->eto", x, values, precision=precision, preferred_element_type=jnp.float32)
-        y = y * kernel.scales.astype(jnp.float32)[:, None] if isinstance(kernel, Quantized) else y
-        return y if bias is None else y + bias.astype(jnp.float32)[:, None]
-
-    count = kernels["gate"].shape[0]
-    here = jax.lax.dynamic_slice_in_dim(weights, first, count, 1).T[:, :, None]
-    # A batch of products. In one product with all experts' columns, a TPU would copy kernels of no whole tiles.
-    each = jnp.broadcast_to(x, (count, *x.shape))
-    inner = activation(project(each, "gate"), project(each, "up")) * here
-    return project(inner.astype(x.dtype), "down").sum(0)
 
 
 def ragged_product(

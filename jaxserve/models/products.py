@@ -29,16 +29,8 @@ class Products(Protocol):
         """
         ...
 
-    def takes_all_experts(self, tokens: int, per_token: int, count: int) -> bool:
-        """Whether every expert multiplies every token, not only those that chose it.
-
-        Args:
-          per_token: experts of a token, of `count`.
-        """
-        ...
-
     def experts(
-        self, activation: Any, x: jax.Array, chosen: jax.Array | None, weights: jax.Array, kernels: Mapping[str, Any]
+        self, activation: Any, x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Mapping[str, Any]
     ) -> jax.Array:
         """`experts.compute` on the devices that have the kernels -> float32[T, H]."""
         ...

@@ -105,8 +105,8 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], d
     Every token has a row for each of its experts. At the end there are two results in float32, sorted by expert and by
     token (on GPUs one, but more hidden states, whose sums the compiler puts off). Before, there are the input and the
     two projections in float32, on CPUs also their inner state. The kernels of TPUs round the results and make the inner
-    state at once; without them, XLA's ragged product widens int8 kernels, one stack at a time. Where all experts
-    multiply all tokens, there is the inner state.
+    state at once; of few tokens, there is the inner state of all for each expert. Without these kernels, XLA's ragged
+    product widens int8 kernels, one stack at a time.
     """
     config, shape = stage.model.padded_config, stage.shape.attention
     item = shape.dtype.itemsize
@@ -114,13 +114,12 @@ def _expert_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter], d
     if not stacks:
         return 0
     inner = next(part.local[1] for name, part in parts.items() if name.endswith("experts.up.kernel"))
-    unit = device.matrix_unit if stage.platform == "tpu" else None
-    if bucket in expert_parts.all_experts(unit, config.experts_per_token, config.num_experts):
-        return bucket * stacks[0][0] * inner * (4 + item)
     rows = bucket * config.experts_per_token
     kernels, values = (stacks[0][0], inner, config.hidden_size), shape.dtype if stage.quantize is None else _INT8
     kind = kind_of(device) if stage.platform == "tpu" else ""
     if expert_parts.are_routed(bucket, config.experts_per_token, kernels, (shape.dtype, values), kind):
+        if device.matrix_unit is not None and bucket <= device.matrix_unit:
+            return bucket * stacks[0][0] * inner * item
         return rows * item * (config.hidden_size + max(inner, config.hidden_size))
     widened = max(map(math.prod, stacks)) * item if stage.quantize is not None and stage.platform == "tpu" else 0
     if stage.platform == "cpu":  # which takes the kernel of one expert at a time out of its stack

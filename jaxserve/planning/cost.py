@@ -224,7 +224,7 @@ class Roofline:
                     read=float(load.weight_bytes),
                     share=1 if load.row_parts == 1 else -(-rows // load.row_parts) / max(rows, 1),
                     attention=attention,
-                    experts=None if experts is None else (experts.ops(tokens, padded), experts.read(tokens, padded)),
+                    experts=None if experts is None else (experts.ops(tokens, padded), experts.read(tokens)),
                     waited=by_hop * padded + sent,
                     hidden=load.overlapped * sent,
                     overhead=overhead,

@@ -184,7 +184,7 @@ def _load(stage: StagePrograms, parts: Mapping[str, ShardedParameter], topology:
         weight_bytes=sum(part.nbytes for part in of_experts),
         token_ops=_ops(of_experts, stage) * config.experts_per_token / max(config.num_experts, 1),
         tile_rows=expert_parts.tile_rows(stage.platform, unit, shape.dtype),
-        with_all=expert_parts.all_experts(unit, config.experts_per_token, config.num_experts),
+        shares_rows=unit is not None,
     )
     return StageLoad(
         layers=len(stage.layers),

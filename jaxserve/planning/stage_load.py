@@ -66,8 +66,7 @@ class AttentionLoad(NamedTuple):
 class ExpertLoad(NamedTuple):
     """The experts of all layers of a stage.
 
-    Devices multiply whole tiles, each of rows of one expert, and read the kernels of experts that have rows. In some
-    buckets, every expert multiplies every token.
+    Devices multiply whole tiles, each of rows of one expert, and read the kernels of experts that have rows.
 
     Attributes:
       num_experts: experts of a layer.
@@ -75,7 +74,7 @@ class ExpertLoad(NamedTuple):
       weight_bytes: bytes of all of them.
       token_ops: operations for each token, with the experts that serve it.
       tile_rows: sizes of tiles; a bucket takes the least that holds an expert's mean rows, or the largest.
-      with_all: the buckets in which every expert multiplies every token.
+      shares_rows: whether an expert multiplies all rows of a bucket that has no more than a tile.
     """
 
     num_experts: int
@@ -83,25 +82,25 @@ class ExpertLoad(NamedTuple):
     weight_bytes: int
     token_ops: float
     tile_rows: tuple[int, ...]
-    with_all: range = range(0)
+    shares_rows: bool = False
 
-    def read(self, tokens: int, bucket: int) -> float:
-        """Expected bytes of the experts that are read for tokens of a bucket.
+    def read(self, tokens: int) -> float:
+        """Expected bytes of the experts that are read for so many tokens.
 
         The tokens choose independently.
         """
-        return self.weight_bytes * (1 if bucket in self.with_all else self._used(tokens))
+        return self.weight_bytes * self._used(tokens)
 
     def ops(self, tokens: int, bucket: int) -> float:
         """Expected operations for tokens of a bucket, with the rows that fill up tiles.
 
         With few rows, an expert has one tile; with many, the last of its tiles is half full.
         """
-        if bucket in self.with_all:
-            return self.token_ops / self.per_token * bucket * self.num_experts
-        rows, most = tokens * self.per_token, bucket * self.per_token
+        rows, most, used = tokens * self.per_token, bucket * self.per_token, self.num_experts * self._used(tokens)
+        if self.shares_rows and bucket <= max(self.tile_rows):
+            return self.token_ops / self.per_token * used * bucket
         tile = min((size for size in self.tile_rows if size * self.num_experts >= most), default=max(self.tile_rows))
-        tile, used = min(tile, most), self.num_experts * self._used(tokens)
+        tile = min(tile, most)
         return self.token_ops / self.per_token * max(used * tile, rows + used * (tile - 1) / 2)
 
     def _used(self, tokens: int) -> float:

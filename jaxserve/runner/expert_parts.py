@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,6 @@ from sharding.spec import ShardingSpec, Target, names
 from sharding.spec import parts as spec_parts
 
 _UNIT = 128  # rows of a tile of XLA's ragged dot on CPUs, and on TPUs that are not known
-_FEW_UNUSED = 0.15  # the largest expected share of experts without tokens that TPUs read all the same
 _AXES = {
     **{name: experts.AXES[name]["kernel"] for name in ("gate", "up", "down")},
     **{f"{name}_bias": experts.AXES[name]["bias"] for name in ("gate", "up")},
@@ -67,22 +65,6 @@ def tile_rows(platform: str, unit: int | None, dtype: np.dtype) -> tuple[int, ..
     return grouped.tile_rows(dtype)
 
 
-def all_experts(unit: int | None, per_token: int, count: int) -> range:
-    """The buckets in which every expert multiplies every token.
-
-    This reads all experts, of which so many tokens would leave few unread if they chose independently. It multiplies
-    more rows, but no more than products of runs, which fill up each expert's rows to a tile. And it needs no sort.
-
-    Args:
-      unit: as `matrix_unit` gives it; on TPUs, tiles of runs have as many rows.
-      per_token: experts of a token, of `count`.
-    """
-    if unit is None:
-        return range(0)
-    fewest = math.ceil(math.log(_FEW_UNUSED, 1 - per_token / count)) if per_token < count else 1
-    return range(fewest, unit + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
     """How a layer's experts are divided over devices.
@@ -105,6 +87,15 @@ class ExpertParts:
         """Parts of an expert."""
         return 1 if self.mesh is None else spec_parts(self.of_ffn, self.mesh.shape)
 
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The mesh axes over which devices have shares of the sum."""
+        return () if self.mesh is None else (*names(self.of_experts), *names(self.of_ffn))
+
+    def dtype_of_shares(self, dtype: np.dtype) -> np.dtype:
+        """What devices send is of the dtype of hidden states; a sum on one device is float32."""
+        return dtype if self.over else np.dtype(np.float32)
+
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A device's part of kernels [E, F, H]."""
         if self.mesh is None:
@@ -119,14 +110,13 @@ class ExpertParts:
         """
         if self.mesh is None:
             return compute(kernels, 0, *given)
-        over = (*names(self.of_experts), *names(self.of_ffn))
-        dtype = given[0].dtype
+        dtype = self.dtype_of_shares(given[0].dtype)
 
         def here(kernels: experts.Kernels, *given: Any) -> Float32[jax.Array, "T H"]:
             count = kernels["gate"].shape[0]
             first = 0 if self.of_experts is None else jax.lax.axis_index(self.of_experts) * count
-            y = compute(kernels, first, *given)
-            return jax.lax.psum(y.astype(dtype), over).astype(jnp.float32) if over else y
+            y = compute(kernels, first, *given).astype(dtype)
+            return jax.lax.psum(y, self.over).astype(jnp.float32) if self.over else y
 
         specs = (self.places, *(self.whole for _ in given))
         return jax.shard_map(here, mesh=self.mesh, in_specs=specs, out_specs=self.whole, check_vma=False)(

@@ -96,16 +96,12 @@ class DeviceProducts:
             return y
         return _shaped(x, matrix, dtype, shape, cpu=_dot_cpu)
 
-    def takes_all_experts(self, tokens: int, per_token: int, count: int) -> bool:
-        unit = expert_parts.matrix_unit(self.device_kind)
-        return tokens in expert_parts.all_experts(unit, per_token, count)
-
     def experts(
         self,
         activation: experts.Activation,
         x: Float[jax.Array, "T H"],
-        chosen: Int32[jax.Array, "T k"] | None,
-        weights: Float32[jax.Array, "T k"] | Float32[jax.Array, "T E"],
+        chosen: Int32[jax.Array, "T k"],
+        weights: Float32[jax.Array, "T k"],
         kernels: experts.Kernels,
     ) -> Float32[jax.Array, "T H"]:
         """Each device computes with its experts, or its parts of them; the shares are added up."""
@@ -140,6 +136,7 @@ class DeviceProducts:
             add_up=add_up,
             activation=activation,
             parts=parts.of_each,
+            dtype=parts.dtype_of_shares(x.dtype),
             device_kind=self.device_kind,
         )
 

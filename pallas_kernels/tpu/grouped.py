@@ -6,6 +6,7 @@ Kernels of experts lie [E, in, out] in memory. Those in int8 are widened on the 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,12 +17,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Float32, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int32
 
 from pallas_kernels.tpu import routing
 from pallas_kernels.tpu.chips import of_kind
 from pallas_kernels.tpu.layout import COMPILER_PARAMS, LANES, dot, round_up
-from pallas_kernels.tpu.routing import Router, Visits
+from pallas_kernels.tpu.routing import Router
+from pallas_kernels.tpu.visits import Visits
 
 _STEP = 2**21  # values of kernels in a step of the loop over a block's columns: if they are short, more columns
 _LEAST_COLUMNS, _MOST_COLUMNS = 2 * LANES, 2048  # of a step
@@ -79,9 +82,10 @@ def mixture(
     add_up: bool,
     activation: Activation,
     parts: int = 1,
+    dtype: DTypeLike = jnp.float32,
     device_kind: str,
     interpret: Any = False,
-) -> Float32[jax.Array, "T H"]:
+) -> Float[jax.Array, "T H"]:
     """The weighted sum of what each token's experts give, of those whose kernels are here.
 
     Args:
@@ -90,26 +94,26 @@ def mixture(
       per_token / add_up: see `routing.route`.
       activation: of (gate, up).
       parts: of each expert, over devices whose results are added up: each adds a part of the bias of `down`.
+      dtype: of the result.
     """
-    count, tile = len(gate.values), tile_rows(device_kind)
-    routes = routing.route(
-        x, positions, router, first, per_token=per_token, count=count, tile=tile, add_up=add_up, interpret=interpret
-    )
+    count, tokens, tile = len(gate.values), len(x), tile_rows(device_kind)
+    choice = {"per_token": per_token, "add_up": add_up, "count": count, "interpret": interpret}
     multiply = partial(_multiply, device_kind=device_kind, interpret=interpret)
-    inner = multiply(
-        _rows_of(x, routes.tokens),
-        (gate, up),
-        routes.visits,
-        activation=activation,
-        dtype=x.dtype,
-        name="experts_inner",
-    )
-    y = multiply(inner, (down,), routes.visits, activation=_same, dtype=x.dtype, parts=parts, name="experts_outer")
+    first_ones = partial(multiply, stacks=(gate, up), activation=activation, name="experts_inner")
+    last = partial(multiply, stacks=(down,), activation=_same, parts=parts, name="experts_outer")
+    if tokens <= tile:
+        few = routing.choose(x, positions, router, first, **choice)
+        inner = first_ones(x, visits=few.visits, tile=tokens, rows=(count, tokens))
+        return last(inner, visits=few.visits, tile=tokens, rows=(tokens,), weights=few.weights, dtype=dtype)
+    routes = routing.route(x, positions, router, first, tile=tile, **choice)
+    rows = _rows_of(x, routes.tokens)
+    inner = first_ones(rows, visits=routes.visits, tile=tile, rows=(len(rows),))
+    y = last(inner, visits=routes.visits, tile=tile, rows=(len(rows),))
     each, y = _rows_of(y, routes.rows), jnp.float32(0)
     for j, weight in enumerate(routes.weights):  # added up in one operation of a TPU
         of_choice = each[j * weight.size : (j + 1) * weight.size].astype(jnp.float32)
         y += weight.reshape(-1, 1) * of_choice
-    return y[: len(x)]
+    return y[:tokens].astype(dtype)
 
 
 def _rows_of(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -126,10 +130,11 @@ class _Kernel(NamedTuple):
     step: int
     activation: Activation
     parts: int
+    out_tile: Callable[[Any], Any]
 
-    def __call__(self, array, x, stacks: tuple[Stack, ...], out):
+    def __call__(self, array, x, stacks: tuple[Stack, ...], weights, out, sums: Any = None):
         visits, visit = Visits(array, self.experts), pl.program_id(1)
-        expert, at = visits.expert(visit), visits.tile(visit)
+        expert, at = visits.expert(visit), self.out_tile(visits.tile(visit))
         (tile, width), columns = out.shape, self.step
         left = self.outputs - pl.program_id(0) * width  # columns from here on; the last block is filled up
 
@@ -141,7 +146,7 @@ class _Kernel(NamedTuple):
                 return y
             return y + stack.bias[pl.ds(expert, 1), lanes].astype(jnp.float32) * (1 / self.parts)
 
-        is_first = (visit == 0) | (at != visits.tile(jnp.maximum(visit - 1, 0)))  # of the tile
+        is_first = (visit == 0) | (at != self.out_tile(visits.tile(jnp.maximum(visit - 1, 0))))  # of the tile
 
         @pl.when((visit >= visits.used) & is_first)
         def _():
@@ -149,15 +154,33 @@ class _Kernel(NamedTuple):
 
         @pl.when(visit < visits.used)
         def _():
-            begin, end = visits.rows_of(expert)
-            row = at * tile + lax.broadcasted_iota(jnp.int32, (tile, columns), 0)
+            if weights is None:
+                begin, end = visits.rows_of(expert)
+                row = at * tile + lax.broadcasted_iota(jnp.int32, (tile, columns), 0)
+
+                def keep(lanes, y):
+                    old = jnp.where(is_first, 0, out[:, lanes].astype(jnp.float32))
+                    out[:, lanes] = jnp.where((row >= begin) & (row < end), y, old).astype(out.dtype)
+
+            else:
+                lane = lax.broadcasted_iota(jnp.int32, (tile, weights.shape[1]), 1)
+                weight = jnp.sum(jnp.where(lane == expert, weights[:tile], 0), axis=1, keepdims=True)
+
+                def keep(lanes, y):
+                    old = jnp.where(is_first, 0, sums[:, lanes])
+                    y = y.astype(x.dtype).astype(jnp.float32)  # not finite for some that are padding
+                    sums[:, lanes] = old + jnp.where(weight > 0, weight * y, 0)
 
             @pl.loop(0, lax.div(jnp.minimum(left, width) + columns - 1, columns))
             def _(i):
                 lanes = pl.ds(pl.multiple_of(i * columns, columns), columns)
-                y = self.activation(*(product(stack, lanes) for stack in stacks))
-                old = jnp.where(is_first, 0, out[:, lanes].astype(jnp.float32))
-                out[:, lanes] = jnp.where((row >= begin) & (row < end), y, old).astype(out.dtype)
+                keep(lanes, self.activation(*(product(stack, lanes) for stack in stacks)))
+
+            if sums is not None:
+
+                @pl.when(visit == visits.used - 1)
+                def _():
+                    out[...] = sums[...].astype(out.dtype)
 
 
 class Blocks(NamedTuple):
@@ -192,26 +215,40 @@ def blocks(inputs: int, outputs: int, stacks: int, dtypes: Sequence[np.dtype], d
     return None
 
 
-@partial(jax.jit, static_argnames=("activation", "dtype", "parts", "device_kind", "interpret", "name"))
+@partial(jax.jit, static_argnames=("activation", "tile", "rows", "parts", "dtype", "device_kind", "interpret", "name"))
 def _multiply(
     x: jax.Array,
     stacks: tuple[Stack, ...],
     visits: jax.Array,
+    weights: jax.Array | None = None,
     *,
     activation: Activation,
-    dtype: np.dtype,
+    tile: int,
+    rows: tuple[int, ...],
     parts: int = 1,
+    dtype: DTypeLike | None = None,
     device_kind: str,
     interpret: Any,
     name: str,
 ) -> jax.Array:
-    """`activation` of the products of runs of x [R, in] with an expert's kernels each.
+    """`activation` of the products of tiles of x with an expert's kernels each.
 
-    The result is dtype[R, out], with zeros for rows of no expert. Biases are divided by `parts`.
+    Products are rounded to x's dtype.
+
+    Args:
+      x: [R, in], of which one tile follows another, or [tiles, rows of one, in]. If there is one tile, all visits read
+        it.
+      weights: see `routing.Choices`. With them, the products of a tile are added up by weight, in float32.
+      tile: rows of a tile.
+      rows: sizes of the result before its columns, as of x.
+      parts: by which biases are divided.
+      dtype: of the result; that of x by default.
+
+    Returns:
+      [*rows, out], with zeros for rows of no expert.
     """
     stacks = tuple(stack._replace(values=stack.values.swapaxes(1, 2)) for stack in stacks)
     count, inputs, outputs = stacks[0].values.shape
-    tile = tile_rows(device_kind)
     divided = blocks(inputs, outputs, len(stacks), (x.dtype, stacks[0].values.dtype), device_kind)
     assert divided is not None, "`supports` says no"
     width, step = divided
@@ -225,14 +262,27 @@ def _multiply(
         Stack(*(leaf if given is not None else None for leaf, given in zip(spec, stack, strict=True)))
         for stack in stacks
     )
+
+    def of_tiles(sizes: tuple[int, ...], columns: int, at: Callable[[Any], Any]) -> pl.BlockSpec:
+        def index(n: Any, visit: Any, array: Any) -> tuple[Any, ...]:
+            number = _number(sizes, tile)(reader(array).tile(visit))
+            return (number, 0, at(n)) if len(sizes) > 1 else (number, at(n))
+
+        return pl.BlockSpec((*(None for _ in sizes[1:]), tile, columns), index)
+
     return pl.pallas_call(
-        _Kernel(count, outputs, step, activation, parts),
-        out_shape=jax.ShapeDtypeStruct((len(x), outputs), dtype),
+        _Kernel(count, outputs, step, activation, parts, _number(rows, tile)),
+        out_shape=jax.ShapeDtypeStruct((*rows, outputs), dtype or x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(outputs, width), reader(visits).most),
-            in_specs=[pl.BlockSpec((tile, inputs), lambda n, visit, array: (reader(array).tile(visit), 0)), specs],
-            out_specs=pl.BlockSpec((tile, width), lambda n, visit, array: (reader(array).tile(visit), n)),
+            in_specs=[
+                of_tiles(x.shape[:-1], inputs, lambda n: 0),
+                specs,
+                None if weights is None else pl.BlockSpec(memory_space=pltpu.VMEM),
+            ],
+            out_specs=of_tiles(rows, width, lambda n: n),
+            scratch_shapes=[] if weights is None else [pltpu.VMEM((tile, width), jnp.float32)],
         ),
         compiler_params=dataclasses.replace(
             COMPILER_PARAMS,
@@ -241,4 +291,9 @@ def _multiply(
         ),
         interpret=interpret,
         name=name,
-    )(visits, x, stacks)
+    )(visits, x, stacks, weights)
+
+
+def _number(sizes: tuple[int, ...], tile: int) -> Callable[[Any], Any]:
+    """Given the number of a visit's tile: the number among those that there are."""
+    return (lambda number: number) if math.prod(sizes) > tile else (lambda number: 0)

@@ -17,7 +17,6 @@ from jaxserve import models, startup, weights
 from jaxserve.engine import Engine
 from jaxserve.multihost import flight_recorder, flight_replay
 from jaxserve.request import FinishReason, Request
-from jaxserve.runner import matmul
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.ngrams import NgramIndex
 from jaxserve.startup import silent
@@ -186,22 +185,6 @@ def test_an_int8_pool_changes_answers_little(family) -> None:
     assert engine.load().preemptions > 0
     # float32 in another order may round to another of 255 values
     assert sum(answers.tokens[name] != tokens for name, tokens in alone.tokens.items()) <= COUNT // 40
-    check_ended(engine)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("settings", [{}, {"tensor": 2}, {"quantize": "int8"}], ids=["one device", "two", "int8"])
-@long
-def test_all_experts_multiply_all_tokens(family, settings, monkeypatch) -> None:
-    """As a TPU takes them for few tokens: the answers are the same."""
-    expected = run(make(family, **settings), traffic(COUNT))
-    taken = []
-    monkeypatch.setattr(matmul.DeviceProducts, "takes_all_experts", lambda *sizes: not taken.append(sizes))
-    monkeypatch.setattr(startup, "program_cache", lambda config: None)  # their programs are told apart by the platform
-    engine = make(family, **settings)
-    answers = run(engine, traffic(COUNT))
-    assert taken
-    assert sum(answers.tokens[name] != tokens for name, tokens in expected.tokens.items()) <= COUNT // 40
     check_ended(engine)
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import grouped, routing
 from pallas_kernels.tpu.grouped import Stack
+from pallas_kernels.tpu.visits import Visits
 
 # Copies take place when they are waited for, and what nobody wrote is NaN.
 LATE = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
@@ -75,13 +76,23 @@ class Layer:
         inner = product(gate, x)
         return product(down, inner / (1 + np.exp(-inner)) * product(up, x), 1 / parts)
 
-    def served(self, per_token, add_up=True, here=slice(None), *, parts=1, kind="TPU v5 lite", interpret=LATE):
+    def served(
+        self,
+        per_token,
+        add_up=True,
+        here=slice(None),
+        *,
+        parts=1,
+        kind="TPU v5 lite",
+        interpret=LATE,
+        dtype=jnp.float32,
+    ):
         """What the kernels make of it."""
         stacks = jax.tree.map(lambda leaf: jnp.asarray(leaf[here]), self.stacks)
         sizes = len(self.x), per_token, *self.stacks[2].values.shape[1:], (self.dtype, self.stacks[0].values.dtype)
         assert grouped.supports(*sizes, kind)
         given = jax.tree.map(jnp.asarray, (self.x, self.positions, self.router, np.int32([here.start or 0])))
-        settings = {"per_token": per_token, "add_up": add_up, "parts": parts, "device_kind": kind}
+        settings = {"per_token": per_token, "add_up": add_up, "parts": parts, "dtype": dtype, "device_kind": kind}
         return np.asarray(grouped.mixture(*given, *stacks, activation=gated, interpret=interpret, **settings))
 
 
@@ -107,40 +118,62 @@ def check(layer, *args, atol=1e-4, **kwargs):
                 ({"hidden": 300, "inner": 520, "bias": True}, 2, True, "TPU v5 lite"),  # no whole lane tiles
             ]
         ),
+        # So few that an expert multiplies all of them.
+        ({"tokens": 5, "bias": True}, 2, False, "TPU v5 lite"),
+        *(
+            pytest.param(*case, marks=pytest.mark.interpret)
+            for case in [
+                ({"tokens": 200}, 2, True, "TPU v6 lite"),  # they choose in two steps
+                ({"tokens": 16, "experts": 140, "hidden": 300, "inner": 520}, 8, True, "TPU v5 lite"),
+                ({"tokens": 24, "experts": 1}, 1, True, "TPU v4"),
+            ]
+        ),
     ],
 )
 def test_tokens_get_what_their_experts_give(sizes, per_token, add_up, kind):
     check(Layer(**sizes), per_token, add_up, kind=kind)
 
 
+@pytest.mark.parametrize("tokens", [16, 200])
 @pytest.mark.parametrize("narrow", [False, pytest.param(True, marks=pytest.mark.interpret)])
-def test_bfloat16_and_int8(narrow):
+def test_bfloat16_and_int8(narrow, tokens):
     """Products of int8 values are exact; results and inner states are rounded to bfloat16."""
-    check(Layer(dtype="bfloat16", narrow=narrow, bias=True), 2, atol=0.06)
+    check(Layer(tokens, dtype="bfloat16", narrow=narrow, bias=True), 2, atol=0.06)
 
 
-def test_an_expert_elsewhere_adds_nothing():
+def test_the_dtype_of_the_result():
+    """Sums are rounded once."""
+    layer = Layer(tokens=16, dtype="bfloat16")
+    wide, narrow = (layer.served(2, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    np.testing.assert_array_equal(wide.astype(narrow.dtype), narrow)
+    assert narrow.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("tokens", [20, 130])
+def test_an_expert_elsewhere_adds_nothing(tokens):
     """Each device adds the shares of its experts; where none was chosen, zeros."""
-    layer = Layer(tokens=130, bias=True)
+    layer = Layer(tokens, bias=True)
     layer.router = layer.router._replace(bias=np.float32([0, 0, 0, 0, 0, 0, -99, -99]))
     for here in (slice(0, 4), slice(4, 6), slice(6, 8)):
         check(layer, 2, here=here)
     assert not layer.served(2, here=slice(6, 8)).any()
 
 
-def test_biases_of_parts_add_up():
+@pytest.mark.parametrize("tokens", [20, 130])
+def test_biases_of_parts_add_up(tokens):
     """With an expert's inner state over several devices, the bias of the last projection is divided."""
-    layer = Layer(tokens=130, bias=True)
+    layer = Layer(tokens, bias=True)
     check(layer, 2, parts=4)
     assert np.abs(layer.served(2, parts=4) - layer.served(2)).max() > 0.1
 
 
+@pytest.mark.parametrize("tokens", [20, 200])
 @pytest.mark.interpret
-def test_blocks_of_columns(monkeypatch):
+def test_blocks_of_columns(tokens, monkeypatch):
     """Columns take several blocks, of which the last is not full, and blocks several steps."""
     monkeypatch.setattr(grouped, "_MOST_BYTES", 8 * 2**20)
     monkeypatch.setattr(grouped, "_STEP", 2**18)
-    layer = Layer(hidden=900, inner=640)
+    layer = Layer(tokens, hidden=900, inner=640)
     dtypes, kind = (layer.dtype, layer.dtype), "TPU v5 lite"
     assert grouped.blocks(900, 640, 2, dtypes, kind) == (256, 256)
     assert grouped.blocks(640, 900, 1, dtypes, kind) == (1024, 512)
@@ -151,16 +184,17 @@ def test_blocks_of_columns(monkeypatch):
         grouped._multiply.clear_cache()
 
 
-def test_a_token_does_not_depend_on_the_others():
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_a_token_does_not_depend_on_the_others(tokens):
     """To the bit; also where another's states are not finite, which choose no expert."""
-    layer = Layer(tokens=256)
+    layer, other = Layer(tokens), tokens - 56
     alone = layer.served(2)
     layer.x[1:] = np.nan
-    layer.x[200], layer.x[100:110] = layer.x[0], np.inf
+    layer.x[other], layer.x[20:30] = layer.x[0], np.inf
     among = layer.served(2)
     np.testing.assert_array_equal(among[0], alone[0])
-    np.testing.assert_array_equal(among[200], alone[0])
-    np.testing.assert_array_equal(np.delete(among, [0, 200], axis=0), 0)
+    np.testing.assert_array_equal(among[other], alone[0])
+    np.testing.assert_array_equal(np.delete(among, [0, other], axis=0), 0)
 
 
 @pytest.mark.interpret
@@ -170,9 +204,10 @@ def test_all_tokens_choose_the_same():
     check(layer, 2, atol=1e-3)
 
 
+@pytest.mark.parametrize("tokens", [20, 130])
 @pytest.mark.interpret
-def test_no_races(capfd):
-    check(Layer(tokens=130), 2, interpret=WATCHED)
+def test_no_races(tokens, capfd):
+    check(Layer(tokens), 2, interpret=WATCHED)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -191,7 +226,7 @@ def test_choices_are_sorted_by_expert(seed):
         chosen = np.argsort(-layer.logits(), axis=1, kind="stable")[:, :per_token]
         chosen = np.where(layer.positions[:, None] < 0, -1, chosen)
         chosen = np.pad(chosen, ((0, padded - tokens), (0, 0)), constant_values=-1).T.reshape(-1)
-        visits = routing.Visits(np.asarray(routes.visits), count)
+        visits = Visits(np.asarray(routes.visits), count)
         covered = [(visits.expert(i), visits.tile(i)) for i in range(visits.used)]
         expected = []
         for expert in range(count):

@@ -42,10 +42,10 @@ def test_attention_reads_what_tokens_see(window, roofline):
 
 def test_experts_are_read_as_tokens_need_them():
     experts = ExpertLoad(num_experts=8, per_token=2, weight_bytes=800, token_ops=1.0, tile_rows=(16,))
-    assert experts.read(0, 1024) == 0
-    assert experts.read(1, 1024) == 200  # two of eight
-    assert experts.read(2, 1024) == pytest.approx(100 * (8 - 8 * 0.75**2))
-    assert experts.read(1000, 1024) == pytest.approx(800)
+    assert experts.read(0) == 0
+    assert experts.read(1) == 200  # two of eight
+    assert experts.read(2) == pytest.approx(100 * (8 - 8 * 0.75**2))
+    assert experts.read(1000) == pytest.approx(800)
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_experts_multiply_whole_tiles(tokens, tile):
     assert experts.ops(0, tokens) == 0
 
 
-def test_all_experts_are_read_where_they_multiply_all_tokens():
-    buckets = expert_parts.all_experts(128, 8, 128)
-    experts = ExpertLoad(
-        num_experts=128, per_token=8, weight_bytes=128, token_ops=8.0, tile_rows=(128,), with_all=buckets
-    )
-    assert [experts.read(1, bucket) for bucket in (16, 32, 128, 256)] == [8, 128, 128, 8]
-    assert [experts.ops(1, bucket) for bucket in (32, 128)] == [32 * 128, 128 * 128]
+def test_an_expert_multiplies_all_of_few_tokens():
+    """On TPUs, up to the rows of a tile, if one of them chose it."""
+    sizes = expert_parts.tile_rows("tpu", 128, np.dtype("bfloat16"))
+    experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes, shares_rows=True)
+    assert experts.ops(1, 1) == pytest.approx(8)  # 8 experts, each of a row
+    assert experts.ops(1, 64) == pytest.approx(8 * 64)
+    assert experts.ops(128, 128) == pytest.approx(128 * 128, rel=0.001)
+    assert experts.ops(1, 129) == pytest.approx(8 * 128)
 
 
 def test_a_tile_has_no_more_rows_than_there_are():
-    sizes = expert_parts.tile_rows("tpu", 128, np.dtype("bfloat16"))
-    experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=sizes)
+    experts = ExpertLoad(num_experts=128, per_token=8, weight_bytes=1, token_ops=8.0, tile_rows=(128,))
     assert experts.ops(1, 1) == pytest.approx(8 * 8)  # 8 experts, each of a tile of 8 rows
     assert experts.ops(1, 64) == pytest.approx(8 * 128)
 
