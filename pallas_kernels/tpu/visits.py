@@ -1,4 +1,4 @@
-"""Which expert multiplies which rows: a table in scalar memory, which kernels write and read."""
+"""Which expert multiplies which rows: a table that kernels write and read."""
 
 from __future__ import annotations
 
