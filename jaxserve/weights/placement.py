@@ -53,12 +53,12 @@ def _memory_order(axes: tuple[str, ...]) -> tuple[int, ...] | None:
     """The order of a parameter's axes in a TPU's memory, slowest first; None: the compiler's.
 
     Parameters in another order are copied whole in every iteration: a lookup reads the rows of a table, and products of
-    experts, XLA's and ours, read kernels [E, out, in] as [E, in, out], and ours read scales and biases by expert
-    (compiled with jax 0.10.2).
+    experts, XLA's and ours, read kernels [E, out, in] as [E, in, out], and ours read the router, scales and biases by
+    expert (compiled with jax 0.10.2).
     """
     if axes[0] == "expert" and len(axes) == 3:
         return 0, 2, 1
-    return (0, 1) if axes[0] in ("vocab", "expert") and len(axes) == 2 else None
+    return (0, 1) if axes[0] in ("vocab", "expert", "router") and len(axes) == 2 else None
 
 
 def describe(model: models.Model, dtype: jnp.dtype, place: Place, *, quantize: str | None) -> models.Params:
