@@ -38,6 +38,7 @@ class Device:
       chip_devices: devices of a chip.
       ring: least number of chips along an axis for which its ends are connected.
       matrix_unit: rows and columns of a TPU's matrix units; None of GPUs.
+      on_chip: bytes of a TPU's memory on the chip, where its compiler keeps some arrays.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Device:
     chip_devices: int = 1
     ring: int = 0
     matrix_unit: int | None = None
+    on_chip: int = 0
 
 
 def _tpu(
@@ -64,10 +66,11 @@ def _tpu(
     torus: int,
     devices: int = 1,
     unit: int = 128,
+    on_chip: int = 128,
 ) -> Device:
     """A TPU from tera-operations per second, GiB and GB per second of a chip.
 
-    `ici` counts both directions over all ports.
+    `ici` counts both directions over all ports; `on_chip` is in MiB, of a device.
     """
     ports = 2 * torus
     return Device(
@@ -85,6 +88,7 @@ def _tpu(
         chip_devices=devices,
         ring=4 if torus == 3 else 16,
         matrix_unit=unit,
+        on_chip=on_chip << 20,
     )
 
 
@@ -108,9 +112,9 @@ def _gpu(name: str, *, bf16: float, f32: float, memory: float, bandwidth: float,
 _DEVICES = (
     _tpu("v4", bf16=275, int8=275, memory=32, bandwidth=1200, ici=600, torus=3),
     _tpu("v5e", bf16=197, int8=393, memory=16, bandwidth=819, ici=400, torus=2),
-    _tpu("v5p", bf16=459, int8=918, memory=95, bandwidth=2765, ici=1200, torus=3),
+    _tpu("v5p", bf16=459, int8=918, memory=95, bandwidth=2765, ici=1200, torus=3, on_chip=64),
     _tpu("v6e", bf16=918, int8=1836, memory=32, bandwidth=1638, ici=800, torus=2, unit=256),
-    _tpu("tpu7x", bf16=2307, int8=2307, memory=192, bandwidth=7380, ici=1200, torus=3, devices=2, unit=256),
+    _tpu("tpu7x", bf16=2307, int8=2307, memory=192, bandwidth=7380, ici=1200, torus=3, devices=2, unit=256, on_chip=64),
     _gpu("a100-40g", bf16=312, f32=19.5, memory=39.4, bandwidth=1555, nvlink=600, nic=25),
     _gpu("a100-80g", bf16=312, f32=19.5, memory=79.2, bandwidth=2039, nvlink=600, nic=25),
     _gpu("h100", bf16=989, f32=67, memory=79.1, bandwidth=3350, nvlink=900, nic=50),

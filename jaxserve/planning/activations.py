@@ -27,8 +27,8 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
 
     These are three hidden states (around rings on TPUs, their parts), the widest inner state in float32 and its rounded
     copy, the gathered weights of a layer and, in the last stage, the logits of this device and of all devices, which
-    come after the last layer's weights. With experts, the inner states may be those of `_expert_bytes`. On TPUs there
-    are tables for each layer.
+    come after the last layer's weights. To join logits, TPUs gather and copy them, both on the chip if they fit there.
+    With experts, the inner states may be those of `_expert_bytes`. On TPUs there are tables for each layer.
     """
     config, attention = stage.model.padded_config, stage.shape.attention
     inner = max(part.local[0] for name, part in parts.items() if name.startswith("layers.") and len(part.local) == 2)
@@ -41,8 +41,10 @@ def activation_bytes(stage: StagePrograms, parts: Mapping[str, ShardedParameter]
     tokens += _TABLES * len(stage.layers) if stage.platform == "tpu" else 0
     if not stage.is_last:
         return tokens + gathered
-    rows = min(bucket, stage.shape.max_rows)
-    return tokens + max(gathered, 4 * rows * (config.vocab_size + collectives.head_table(parts).local[0]))
+    own, rows = collectives.head_table(parts).local[0], min(bucket, stage.shape.max_rows)
+    logits = 4 * rows * config.vocab_size
+    joined = 2 * logits if stage.platform == "tpu" and own < config.vocab_size else 0
+    return tokens + max(gathered, logits + 4 * rows * own + (joined if joined > device.on_chip else 0))
 
 
 def are_known(stage: StagePrograms, parts: Mapping[str, ShardedParameter]) -> bool:
