@@ -14,8 +14,6 @@ from pallas_kernels.tpu.layout import TpuPool, slot_tile, visited
 
 # Tokens that are copied together, in whole memory tiles: as many as two steps have rows, or more.
 TOKENS = 16
-
-
 # Rows whose results are copied together, as they are a whole memory tile.
 ROWS = 8
 

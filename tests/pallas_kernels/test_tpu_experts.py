@@ -134,7 +134,7 @@ def test_tokens_get_what_their_experts_give(sizes, per_token, add_up, kind):
     check(Layer(**sizes), per_token, add_up, kind=kind)
 
 
-@pytest.mark.parametrize("tokens", [16, 200])
+@pytest.mark.parametrize("tokens", [16, pytest.param(200, marks=pytest.mark.interpret)])
 @pytest.mark.parametrize("narrow", [False, pytest.param(True, marks=pytest.mark.interpret)])
 def test_bfloat16_and_int8(narrow, tokens):
     """Products of int8 values are exact; results and inner states are rounded to bfloat16."""
@@ -149,7 +149,7 @@ def test_the_dtype_of_the_result():
     assert narrow.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("tokens", [20, 130])
+@pytest.mark.parametrize("tokens", [20, pytest.param(130, marks=pytest.mark.interpret)])
 def test_an_expert_elsewhere_adds_nothing(tokens):
     """Each device adds the shares of its experts; where none was chosen, zeros."""
     layer = Layer(tokens, bias=True)
@@ -159,7 +159,7 @@ def test_an_expert_elsewhere_adds_nothing(tokens):
     assert not layer.served(2, here=slice(6, 8)).any()
 
 
-@pytest.mark.parametrize("tokens", [20, 130])
+@pytest.mark.parametrize("tokens", [20, pytest.param(130, marks=pytest.mark.interpret)])
 def test_biases_of_parts_add_up(tokens):
     """With an expert's inner state over several devices, the bias of the last projection is divided."""
     layer = Layer(tokens, bias=True)
