@@ -142,8 +142,10 @@ def test_bfloat16_and_int8(narrow, tokens):
 
 
 def test_the_dtype_of_the_result():
-    """Sums are rounded once."""
+    """Sums are rounded once, of results that are rounded too: a sum of one stays as it is."""
     layer = Layer(tokens=16, dtype="bfloat16")
+    one = layer.served(1)
+    np.testing.assert_array_equal(one, one.astype(layer.dtype))
     wide, narrow = (layer.served(2, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
     np.testing.assert_array_equal(wide.astype(narrow.dtype), narrow)
     assert narrow.dtype == jnp.bfloat16
