@@ -15,7 +15,6 @@ from jaxtyping import Float32
 
 from jaxserve.models import experts
 from jaxserve.models.products import Quantized
-from sharding.devices import of_kind
 from sharding.spec import ShardingSpec, Target, names
 from sharding.spec import parts as spec_parts
 
@@ -27,14 +26,6 @@ _AXES = {
 }
 
 
-def matrix_unit(device_kind: str) -> int | None:
-    """The width of a TPU's matrix units; None of other devices."""
-    if not device_kind.startswith("TPU"):
-        return None
-    known = of_kind(device_kind, 1)
-    return known.device.matrix_unit if known else _UNIT
-
-
 def are_routed(
     tokens: int, per_token: int, kernels: tuple[int, ...], dtypes: tuple[np.dtype, np.dtype], device_kind: str
 ) -> bool:
@@ -44,7 +35,7 @@ def are_routed(
       kernels: [E, F, H], a device's part.
       dtypes: of hidden states and of kernels.
     """
-    if matrix_unit(device_kind) is None:
+    if not device_kind.startswith("TPU"):
         return False
     from pallas_kernels.tpu import grouped
 
@@ -56,7 +47,7 @@ def tile_rows(platform: str, unit: int | None, dtype: np.dtype) -> tuple[int, ..
     """The sizes of tiles in which rows of experts are multiplied (see `grouped.tile_rows`).
 
     Args:
-      unit: as `matrix_unit` gives it.
+      unit: the width of a TPU's matrix units; None of other devices, and if it is not known.
     """
     if platform != "gpu":
         return (unit or _UNIT,)
