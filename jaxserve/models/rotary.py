@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int32
+from jaxtyping import Float32, Int32
 
 from jaxserve.models.schema import Fields, ModelConfig
 
@@ -46,19 +46,63 @@ class Rotary:
     attention_factor: float = 1.0
     interleaved: bool = False
 
-    def __call__(self, x: Float[jax.Array, "T *N D"], positions: Int32[jax.Array, " T"]) -> Float[jax.Array, "T *N D"]:
-        """x, float32, rotated."""
-        angles = positions[:, None].astype(jnp.float32) * self._at(positions)  # [T, size / 2]
-        angles = jnp.expand_dims(angles, range(1, x.ndim - 1))
+    def __call__(
+        self, x: Float32[jax.Array, "T *N D"], positions: Int32[jax.Array, " T"]
+    ) -> Float32[jax.Array, "T *N D"]:
+        """x rotated."""
+        return jax.lax.platform_dependent(x, positions, tpu=self.rotated_by_product, default=self.rotated)
+
+    def rotated(
+        self, x: Float32[jax.Array, "T *N D"], positions: Int32[jax.Array, " T"]
+    ) -> Float32[jax.Array, "T *N D"]:
+        """x rotated, where numbers are easily moved in a head."""
+        angles = positions[:, None].astype(jnp.float32) * self._at(positions)
         cos, sin = (jnp.float32(self.attention_factor) * wave(angles) for wave in (jnp.cos, jnp.sin))
-        turned, rest = x[..., : self.size], x[..., self.size :]
+        # Joined after they are computed: otherwise a CPU would compute them for each head.
+        rest = self._rest(cos, x)
+        waves = self._heads(cos, cos, rest + 1), self._heads(-sin, sin, rest)
         if self.interleaved:
-            first, second = turned[..., ::2], turned[..., 1::2]
+            partners = jnp.take(x, self._partner(x.shape[-1]), axis=-1, mode="clip")
         else:
-            first, second = jnp.split(turned, 2, axis=-1)
-        halves = (first * cos - second * sin, second * cos + first * sin)
-        turned = jnp.stack(halves, axis=-1).reshape(turned.shape) if self.interleaved else jnp.concatenate(halves, -1)
-        return turned if not rest.size else jnp.concatenate([turned, rest], axis=-1)
+            first, second, rest = jnp.split(x, (self.size // 2, self.size), axis=-1)
+            partners = self._heads(second, first, rest)
+        cos, sin = (jnp.expand_dims(wave, range(1, x.ndim - 1)) for wave in waves)
+        return x * cos + partners * sin
+
+    def rotated_by_product(
+        self, x: Float32[jax.Array, "T *N D"], positions: Int32[jax.Array, " T"]
+    ) -> Float32[jax.Array, "T *N D"]:
+        """The same for TPUs, where partners come from an exact product with a permutation.
+
+        The compiler fuses it with what follows; to move numbers between lanes it makes several operations.
+        """
+        partner, each = self._partner(x.shape[-1]), self._at(positions)
+        swap = np.eye(len(partner), dtype=np.float32)[partner]
+        partners = jnp.dot(x, swap, precision=jax.lax.Precision.HIGHEST)
+        factor = np.where(partner == np.arange(len(partner)), 1.0, self.attention_factor).astype(np.float32)
+        angles = positions[:, None].astype(jnp.float32) * self._heads(-each, each, self._rest(each, x))
+        cos, sin = (jnp.expand_dims(wave(angles) * factor, range(1, x.ndim - 1)) for wave in (jnp.cos, jnp.sin))
+        return x * cos + partners * sin
+
+    def _partner(self, dim: int) -> np.ndarray:
+        """int[dim]: where in a head the other number of each number's pair is.
+
+        Numbers that are not rotated have their own place.
+        """
+        index, distance = np.arange(dim), 1 if self.interleaved else self.size // 2
+        partner = np.where(index // distance % 2 == 0, index + distance, index - distance)
+        return np.where(index < self.size, partner, index)
+
+    def _rest(self, pairs: jax.Array | np.ndarray, x: jax.Array) -> jax.Array:
+        """Zeros for the numbers of a head that are not rotated, beside [..., size / 2]."""
+        return jnp.zeros((*pairs.shape[:-1], x.shape[-1] - self.size), jnp.float32)
+
+    def _heads(self, first: Any, second: Any, rest: jax.Array) -> jax.Array:
+        """Heads with these numbers as their pairs, and the rest behind them."""
+        if not self.interleaved:
+            return jnp.concatenate([first, second, rest], axis=-1)
+        pairs = jnp.stack([first, second], axis=-1)
+        return jnp.concatenate([pairs.reshape(*first.shape[:-1], self.size), rest], axis=-1)
 
     def _at(self, positions: jax.Array) -> jax.Array | np.ndarray:
         """Each token's frequencies: [size / 2], or [T, size / 2] where they depend on its position."""

@@ -32,6 +32,21 @@ def test_rotary_equals_complex_rotation(size):
     np.testing.assert_array_equal(y[0], x[0])
 
 
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size", [2, 6, 8])
+def test_rotation_by_a_product_loses_nothing(size, interleaved, kind):
+    """TPUs rotate so. A product of default precision would round there; one of the highest does not."""
+    rotary = Rotary(
+        size=size, interleaved=interleaved, kind=kind, theta=100.0, factor=2.0, original=4, attention_factor=1.5
+    )
+    given = jax.random.normal(jax.random.key(0), (5, 3, 8)), jnp.array([0, 1, 1, 7, 2000])
+    np.testing.assert_allclose(rotary.rotated_by_product(*given), rotary.rotated(*given), atol=1e-6)
+    program = jax.make_jaxpr(rotary.rotated_by_product)(*given)
+    (product,) = (each for each in program.eqns if each.primitive is jax.lax.dot_general_p)
+    assert set(product.params["precision"]) == {jax.lax.Precision.HIGHEST}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 7, 300])
 def test_unbound_projections_sum_in_float32(rows, dtype):
