@@ -72,7 +72,8 @@ def answers_of(engine: Engine, asked: list[Request], rng: random.Random) -> Coun
     return Counter((tuple(answers.tokens[name]), tuple(x.hex() for x in answers.logprobs[name])) for name in mine)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_hundred_runs_under_any_load_are_one_answer(engine, temperature) -> None:
     rng = random.Random()
     found = answers_of(engine, [ask(f"m{index}", temperature) for index in range(100)], rng)

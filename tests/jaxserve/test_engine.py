@@ -132,7 +132,7 @@ def test_next_launch_precedes_read(params, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("optimized")
 def test_no_iteration_copies_the_pool(params) -> None:
-    engine = make_engine(params)
+    engine = make_engine(params, buckets=(8,))
     for program in engine._loops[0].pipeline.stages[0]._forward.values():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= engine.report.pool_bytes

@@ -56,7 +56,7 @@ def test_each_replica_has_devices_of_its_own(params) -> None:
 
 
 def test_the_same_answers_whoever_gives_them(params, three) -> None:
-    arrivals = traffic(60)
+    arrivals = traffic(30)
     expected, answers = run(make_engine(params), arrivals), run(three, arrivals)
     different = [name for name, tokens in expected.tokens.items() if answers.tokens[name] != tokens]
     assert len(different) <= 1

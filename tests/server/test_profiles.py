@@ -40,7 +40,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "fine", "wrong", "forbidden"), WAYS)
+@pytest.mark.parametrize(
+    ("call", "fine", "wrong", "forbidden"), [WAYS[0], pytest.param(*WAYS[1], marks=pytest.mark.long)]
+)
 def test_profiles_start_and_stop_in_order(
     serve_http: Callable[..., None], tmp_path: Path, call: Any, fine: Any, wrong: Any, forbidden: Any
 ) -> None:

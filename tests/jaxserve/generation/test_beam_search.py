@@ -114,7 +114,16 @@ def test_a_search_ends_when_nothing_better_can_come():
     assert steps < 100
 
 
-@pytest.mark.parametrize("kept", [{}, {"prefix_cache": False}, {"stages": 2}, {"slot_policy": "reserve"}], ids=str)
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {},
+        {"prefix_cache": False},
+        pytest.param({"stages": 2}, marks=pytest.mark.long),
+        {"slot_policy": "reserve"},
+    ],
+    ids=str,
+)
 def test_an_engine_finds_what_the_dense_model_finds(params, kept):
     model = models.build(BLOOM)
     compiled = jax.jit(lambda tokens: dense.logprobs(model, params, tokens))

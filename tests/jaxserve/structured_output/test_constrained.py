@@ -26,7 +26,7 @@ TOKENIZER = printable_tokenizer()
         {"stages": 2},
         pytest.param({"replicas": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor": 3}, marks=pytest.mark.exhaustive),
-        {"speculate": "ngram"},
+        pytest.param({"speculate": "ngram"}, marks=pytest.mark.long),
         pytest.param({"in_flight": 1}, marks=pytest.mark.long),
         pytest.param({"scheduler": "request"}, marks=pytest.mark.long),
     ],
