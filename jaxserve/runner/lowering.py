@@ -16,7 +16,7 @@ from jax.stages import Lowered
 from jaxserve import weights
 from jaxserve.iteration import SamplerVariant
 from jaxserve.models import Model, Params, products
-from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul, rings, row_parts
+from jaxserve.runner import attention, batch, block_copies, kv_cache, matmul, rings, row_parts, weight_parts
 from jaxserve.runner.batch import RowState
 from jaxserve.runner.programs import Forward, StageShape, choose, feed, forward, head, pool, score
 from sharding.spec import ShardingSpec
@@ -160,9 +160,10 @@ class StagePrograms:
         )
         return jax.lax.with_sharding_constraint(layers, shardings)
 
-    def ringed(self, layers: Any) -> Any:
-        """Layers' bound weights with rings as their products. Traced."""
-        return rings.around(layers, self.params()["layers"], self.mesh, self.spec, self.platform)
+    def divided(self, layers: Any) -> Any:
+        """Layers' bound weights, with products that the compiler would divide badly. Traced."""
+        given = self.params()["layers"], self.mesh, self.spec, self.platform
+        return rings.around(weight_parts.divided(layers, *given), *given)
 
     def lower_forward(self, bucket: int, n_blocks: int, decodes_only: bool = False) -> Lowered:
         """One iteration of the stage's layers.
@@ -199,7 +200,7 @@ class StagePrograms:
             between=between if self.spec.activations else None,
             whole=whole if by_tokens or (is_ring and self.platform != "gpu") else None,
             gathered=self.gathered if self.spec.gather and not self.looped else None,
-            ringed=self.ringed if is_ring else None,
+            divided=self.divided if is_ring or self.platform == "gpu" else None,
             layout=layout,
             first_blocks=self.first_blocks(n_blocks),
         )

@@ -24,6 +24,7 @@ from jaxserve.models.products import Quantized, dot, widened
 from jaxserve.runner import expert_parts
 from jaxserve.runner.expert_parts import ExpertParts
 from jaxserve.runner.rings import Ring
+from jaxserve.runner.weight_parts import WeightParts
 from pallas_kernels.cpu import build, product
 from pallas_kernels.cpu.product import NativeProduct
 from sharding.spec import ShardingSpec
@@ -58,6 +59,7 @@ class DeviceProducts:
       device_kind: JAX's name of the device that the program is for; without it, GPUs take XLA's products too.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
       ring: multiplies in place of all others where it pays.
+      parts: how an int4 matrix is divided; None on one device, and where the compiler divides products.
     """
 
     native: NativeProduct | None
@@ -67,6 +69,7 @@ class DeviceProducts:
     spec: ShardingSpec | None = None
     layer: int = 0
     ring: Ring | None = None
+    parts: WeightParts | None = None
 
     def __call__(
         self,
@@ -155,9 +158,9 @@ class DeviceProducts:
         # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
         # GPUs do not if there are groups.
         if matrix.group is not None:
-            alone = (self.mesh is None or self.mesh.size == 1) and matrix.values.dtype == jnp.int4
-            int4_gpu = alone and _has_kernels(self.device_kind) and _serves_int4(matrix.group)
-            ways = {"cuda": partial(_int4_gpu, device_kind=self.device_kind)} if int4_gpu else {}
+            ways = {}
+            if self._divides and matrix.values.dtype == jnp.int4 and _has_kernels(self.device_kind):
+                ways = {"cuda": partial(self._int4_gpu, dtype=dtype)} if _serves_int4(matrix.group) else {}
             return jax.lax.platform_dependent(
                 x, matrix, cpu=_dot_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
             )
@@ -165,6 +168,15 @@ class DeviceProducts:
         on_cpu = _dot_tiles if tiled else _dot_integers
         sums = _shaped(x, matrix.values, dtype, shape, cpu=on_cpu)
         return sums * matrix.scales.astype(jnp.float32).reshape(shape)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether devices multiply by their own parts of a matrix, or there is one device."""
+        return self.mesh is None or self.mesh.size == 1 or self.parts is not None
+
+    def _int4_gpu(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+        multiply = partial(_int4_gpu, device_kind=self.device_kind)
+        return multiply(x, matrix) if self.parts is None else self.parts(multiply, x, matrix, dtype)
 
     def runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
         """Products of runs of rows with a kernel each, on one device (`experts.RunsProduct`)."""

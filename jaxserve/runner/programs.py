@@ -146,7 +146,7 @@ def forward(
     between: Callable[[jax.Array], jax.Array] | None,
     whole: Callable[[Any], Any] | None,
     gathered: Callable[[Any], Any] | None,
-    ringed: Callable[[Any], Any] | None,
+    divided: Callable[[Any], Any] | None,
     layout: BatchLayout,
     first_blocks: Sequence[int],
 ) -> Forward:
@@ -162,7 +162,7 @@ def forward(
       between: applied to the hidden states [T, H] before each layer.
       whole: gathers an array, so that every device has all of it; None where that is left to the compiler.
       gathered: gathers the layers' parameters over the spec's axes of `gather`; None without any.
-      ringed: gives the layers' bound weights rings as their products (`rings.around`); None without rings.
+      divided: gives the layers' bound weights products over several devices (`StagePrograms.divided`), or is None.
       first_blocks: first block of each layer in the pool, and their number; looped layers have equally many.
     """
     view, tables = unpack(packed, layout, tables, history)
@@ -174,7 +174,7 @@ def forward(
         assert view.tokens is not None
         embedded: jax.Array = model.embed(params, view.tokens, view.attention.positions)  # [T, H]
         # Otherwise the first norm would be computed from parts, and TPUs would scatter the result of some look-ups.
-        if ringed is not None and whole is not None:
+        if divided is not None and whole is not None:
             embedded = whole(jax.lax.optimization_barrier(whole(embedded)))
         x = embedded
     if gathered is not None:
@@ -183,7 +183,7 @@ def forward(
         of_layers = bind_stacked(params["layers"], products)
     else:
         of_layers = {i: bind(part, replace(products, layer=i)) for i, part in params["layers"].items()}
-    of_layers = of_layers if ringed is None else ringed(of_layers)
+    of_layers = of_layers if divided is None else divided(of_layers)
     params = {**bind({**params, "layers": {}}, products), "layers": of_layers}
 
     def attend(index: Any) -> Attend:

@@ -59,6 +59,8 @@ def around(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: str
       held: the same tree, with the shapes and shardings of the weights.
     """
     over = ring_axes(mesh, spec, platform)
+    if not over:
+        return layers
     hidden = partition(spec.activations.get("tokens"), spec.activations.get("embed"))
     by = SPLIT.get(platform, "embed")
     order = meshes.ring(mesh, over)

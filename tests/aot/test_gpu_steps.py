@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.planning import compiled, model_catalog, overlap, targets
+from jaxserve.planning import compiled, hlo, model_catalog, overlap, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner import compiler_options
 from jaxserve.runner.lowering import StagePrograms
 from pallas_kernels.gpu import hopper
 from sharding import devices, specs
 from sharding.spec import Rules
-from tests.aot import test_gpu
+from tests.aot import test_gpu, triton_kernels
 
 pytestmark = test_gpu.pytestmark
 
@@ -86,6 +86,30 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
         "KiB of temporaries": temporaries // 1024,
     }
     hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
+
+
+@pytest.mark.parametrize("device", ["a100-80g:4", "h200:4"])
+def test_int4_weights_over_several_gpus_stay_narrow(device, tmp_path, tell) -> None:
+    """Each device's kernels read its parts. Nothing beside arguments and results has space for a widened one."""
+    name, config = model_catalog.find("llama-3-8b")
+    deployment = Deployment(
+        name=name,
+        config=replace(config, num_layers=2),
+        topology=devices.parse(device),
+        engine=EngineConfig(tensor=4, quantize="int4", max_rows=16, buckets=(16,), max_context=2048, slots=16 * 2048),
+        spec=specs.default(config.family),
+    )
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
+    with triton_kernels.compiled() as made, targets.lowering(stage.mesh):
+        lowered = stage.lower_forward(16, 16 * 2048 // stage.shape.attention.block_size)
+    program = lowered.compile(compiler_options.of("gpu", absent=True))
+    text, temporaries = program.as_text() or "", program.memory_analysis().temp_size_in_bytes
+    tell("2 layers of llama-3-8b in int4 over 4 GPUs", device=device, temporaries=f"{temporaries / 2**20:.1f} MiB")
+    assert text.count(triton_kernels.TARGET) == 2 * (5 + 3)  # five products, and attention
+    assert sum(kernel.name.startswith("int4") for kernel in triton_kernels.assembled(made, tmp_path)) == 4
+    assert temporaries < 2**23  # a device's widened part of the largest kernel has 28 MiB
+    # Two a layer, and those of the look-up in rows of eight bits with scales.
+    assert compiled.count_kinds(hlo.collectives(text)) == {"all-reduce": 2 * 2 + 2}
 
 
 def exchanges_of_two_layers(bucket: int, activations: Rules) -> list[overlap.Exchange]:
