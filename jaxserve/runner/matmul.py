@@ -59,7 +59,7 @@ class DeviceProducts:
       device_kind: JAX's name of the device that the program is for; without it, GPUs take XLA's products too.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
       ring: multiplies in place of all others where it pays.
-      parts: how an int4 matrix is divided; None on one device, and where the compiler divides products.
+      parts: how a narrow matrix is divided; None on one device, and where the compiler divides products.
     """
 
     native: NativeProduct | None
@@ -156,27 +156,42 @@ class DeviceProducts:
 
     def _quantized(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
         # The compilers of GPUs and TPUs fuse the widening into the dot: only the narrow matrix is in memory. Those of
-        # GPUs do not if there are groups.
+        # GPUs do not if there are groups, nor for float8 where a GPU has no instructions for it.
+        kernel = self._kernel_gpu(matrix)
         if matrix.group is not None:
-            ways = {}
-            if self._divides and matrix.values.dtype == jnp.int4 and _has_kernels(self.device_kind):
-                ways = {"cuda": partial(self._int4_gpu, dtype=dtype)} if _serves_int4(matrix.group) else {}
+            ways = {} if kernel is None else {"cuda": partial(self._by_parts, kernel, dtype=dtype)}
             return jax.lax.platform_dependent(
                 x, matrix, cpu=_dot_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
             )
         tiled = matrix.values.dtype != jnp.int8 or (self.tiles and len(x) > _INTEGER_ROWS)
         on_cpu = _dot_tiles if tiled else _dot_integers
-        sums = _shaped(x, matrix.values, dtype, shape, cpu=on_cpu)
-        return sums * matrix.scales.astype(jnp.float32).reshape(shape)
 
-    @property
-    def _divides(self) -> bool:
-        """Whether devices multiply by their own parts of a matrix, or there is one device."""
-        return self.mesh is None or self.mesh.size == 1 or self.parts is not None
+        def by_compiler(x: jax.Array, matrix: Quantized) -> jax.Array:
+            sums = _shaped(x, matrix.values, dtype, shape, cpu=on_cpu)
+            return sums * matrix.scales.astype(jnp.float32).reshape(shape)
 
-    def _int4_gpu(self, x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
-        multiply = partial(_int4_gpu, device_kind=self.device_kind)
-        return multiply(x, matrix) if self.parts is None else self.parts(multiply, x, matrix, dtype)
+        def by_kernel(x: jax.Array, matrix: Quantized) -> jax.Array:
+            return self._by_parts(kernel, x, matrix, dtype).reshape(len(x), *shape)
+
+        if kernel is None:
+            return by_compiler(x, matrix)
+        return jax.lax.platform_dependent(x, matrix, cuda=by_kernel, default=by_compiler)
+
+    def _kernel_gpu(self, matrix: Quantized) -> Callable[[jax.Array, Quantized], jax.Array] | None:
+        """The kernel that multiplies by a narrow matrix on a GPU; None where the compiler does that."""
+        divided = self.mesh is not None and self.mesh.size > 1 and self.parts is None  # by the compiler
+        if divided or not _has_kernels(self.device_kind):
+            return None
+        from pallas_kernels.gpu import float8, int4
+
+        if matrix.values.dtype == jnp.int4 and matrix.group is not None and int4.serves(matrix.group):
+            return partial(_int4_gpu, device_kind=self.device_kind)
+        if matrix.values.dtype == jnp.float8_e4m3fn and float8.pays(self.device_kind):
+            return partial(_float8_gpu, device_kind=self.device_kind)
+        return None
+
+    def _by_parts(self, product: Any, x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+        return product(x, matrix) if self.parts is None else self.parts(product, x, matrix, dtype)
 
     def runs(self, x: jax.Array, kernels: Any, sizes: jax.Array) -> jax.Array:
         """Products of runs of rows with a kernel each, on one device (`experts.RunsProduct`)."""
@@ -202,12 +217,6 @@ def _has_kernels(device_kind: str) -> bool:
     from pallas_kernels.gpu.triton_call import capability, missing
 
     return capability(device_kind) is not None and missing() is None
-
-
-def _serves_int4(group: int) -> bool:
-    from pallas_kernels.gpu import int4
-
-    return int4.serves(group)
 
 
 def _runs_cpu(x: jax.Array, kernels: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
@@ -256,6 +265,12 @@ def _int4_gpu(x: jax.Array, matrix: Quantized, *, device_kind: str) -> jax.Array
     from pallas_kernels.gpu import int4
 
     return int4.multiply(x, *matrix, device_kind=device_kind)
+
+
+def _float8_gpu(x: jax.Array, matrix: Quantized, *, device_kind: str) -> jax.Array:
+    from pallas_kernels.gpu import float8
+
+    return float8.multiply(x, matrix.values, device_kind=device_kind) * matrix.scales.astype(jnp.float32)
 
 
 def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Products in which each device multiplies by its part of a matrix, where a compiler cannot divide the product itself.
+"""Products in which each device multiplies by its own part of a matrix.
 
-Compilers do not divide calls of our kernels. Without the kernel of int4 weights, XLA's for GPUs would write the widened
-part of a matrix to memory.
+Compilers do not divide calls of our kernels. Without those of narrow weights, XLA's compiler for GPUs would write the
+widened part of a matrix to memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding.spec import ShardingSpec, partition
 
 @dataclass(frozen=True, slots=True)
 class WeightParts:
-    """How a matrix with groups of inputs is divided over the devices of a mesh.
+    """How a narrow matrix is divided over the devices of a mesh.
 
     Attributes:
       places: the partitions of its values, scales and zero points.
@@ -55,7 +55,7 @@ class WeightParts:
 
 
 def divided(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: str) -> Any:
-    """The layers' bound weights, with `WeightParts` for int4 matrices on several GPUs.
+    """The layers' bound weights, with `WeightParts` for narrow matrices on several GPUs.
 
     Those whose layers split the hidden states, or gather weights, are left to the compiler.
 
@@ -66,9 +66,7 @@ def divided(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: st
         return layers
 
     def of(weight: Any, described: Any) -> Any:
-        if not isinstance(weight, BoundWeight) or len(weight.shape) != 2:
-            return weight
-        if not isinstance(described, Quantized) or described.group is None:
+        if not isinstance(weight, BoundWeight) or not isinstance(described, Quantized) or len(weight.shape) != 2:
             return weight
         parts = WeightParts(mesh, jax.tree.map(lambda leaf: leaf.sharding.spec, described))
         return BoundWeight(weight.matrix, replace(weight.matmul, parts=parts))  # type: ignore[type-var]

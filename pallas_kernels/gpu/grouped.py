@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Float32, Int8, Int32
+from jaxtyping import Float, Float32, Int8, Int32, UInt8
 
 from pallas_kernels.gpu.triton_call import operands, triton_call
 
@@ -65,7 +65,7 @@ def precision(dtype: Any) -> str:
 
 def multiply_runs(
     x: Float[jax.Array, "R in"],
-    kernels: Float[jax.Array, "G out in"] | Int8[jax.Array, "G out in"],
+    kernels: Float[jax.Array, "G out in"] | Int8[jax.Array, "G out in"] | UInt8[jax.Array, "G out in"],
     sizes: Int32[jax.Array, " G"],
     *,
     device_kind: str,
@@ -73,8 +73,8 @@ def multiply_runs(
 ) -> Float32[jax.Array, "R out"]:
     """Multiplies runs of sizes[g] rows of x by kernels[g] transposed; later rows hold anything.
 
-    Kernels have the dtype of x, or int8 values, which are widened in registers. Sums are float32, in an order that
-    does not depend on the sizes; products of float32 x are exact to 21 bits.
+    Kernels have the dtype of x, or int8 values or the bits of float8_e4m3fn, which are widened in registers. Sums are
+    float32, in an order that does not depend on the sizes; products of float32 x are exact to 21 bits.
 
     Args:
       device_kind: JAX's name of the GPU that the program is for.

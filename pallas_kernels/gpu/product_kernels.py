@@ -45,7 +45,7 @@ def runs_kernel(
 ):
     """Multiply the rows of a tile by some rows of its expert's kernel.
 
-    x [R, INPUTS], kernels [G, OUTPUTS, INPUTS], tiles int32[n, 3], y float32[R, OUTPUTS].
+    x [R, INPUTS], kernels [G, OUTPUTS, INPUTS] (bits of float8 as uint8), tiles int32[n, 3], y float32[R, OUTPUTS].
     """
     tile, column = tl.program_id(0), tl.program_id(1) * COLUMNS
     expert, start, end = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -64,10 +64,26 @@ def runs_kernel(
                 inside = depth < INPUTS
                 left = tl.load(kernels + of_kernel + depth[None, :], mask=inside[None, :], other=0)
                 right = tl.load(x + of_x + depth[:, None], mask=inside[:, None], other=0)
+            if left.dtype == tl.uint8:
+                left = _of_float8(left)
             acc = tl.dot(left.to(OPERANDS), right.to(OPERANDS), acc, input_precision=PRECISION)
         inside = (rows < end - start)[None, :] & (columns < OUTPUTS - column)[:, None]
         y += start.to(tl.int64) * OUTPUTS + column
         tl.store(y + rows[None, :] * OUTPUTS + columns[:, None], acc, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _of_float8(bits):
+    """float32 of the bits of float8_e4m3fn.
+
+    The biases of the exponents differ by 120. The first eight numbers are multiples of 2^-9, subnormal in float8.
+    """
+    size = (bits & 0x7F).to(tl.uint32)
+    normal = (size << 20) + (120 << 23)
+    wide = tl.where(size < 8, (size.to(tl.float32) * 0.001953125).to(tl.uint32, bitcast=True), normal)
+    wide = tl.where(size == 0x7F, 0x7FC00000, wide) | (bits & 0x80).to(tl.uint32) << 24
+    return wide.to(tl.float32, bitcast=True)
 
 
 @triton.jit

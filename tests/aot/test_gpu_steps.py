@@ -88,15 +88,18 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
     hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
 
 
-@pytest.mark.parametrize("device", ["a100-80g:4", "h200:4"])
-def test_int4_weights_over_several_gpus_stay_narrow(device, tmp_path, tell) -> None:
+@pytest.mark.parametrize(
+    ("device", "quantize", "kernel"),
+    [("a100-80g:4", "int4", "int4"), ("h200:4", "int4", "int4"), ("a100-80g:4", "float8", "runs")],
+)
+def test_weights_over_several_gpus_stay_narrow(device, quantize, kernel, tmp_path, tell) -> None:
     """Each device's kernels read its parts. Nothing beside arguments and results has space for a widened one."""
     name, config = model_catalog.find("llama-3-8b")
     deployment = Deployment(
         name=name,
         config=replace(config, num_layers=2),
         topology=devices.parse(device),
-        engine=EngineConfig(tensor=4, quantize="int4", max_rows=16, buckets=(16,), max_context=2048, slots=16 * 2048),
+        engine=EngineConfig(tensor=4, quantize=quantize, max_rows=16, buckets=(16,), max_context=2048, slots=16 * 2048),
         spec=specs.default(config.family),
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
@@ -104,9 +107,14 @@ def test_int4_weights_over_several_gpus_stay_narrow(device, tmp_path, tell) -> N
         lowered = stage.lower_forward(16, 16 * 2048 // stage.shape.attention.block_size)
     program = lowered.compile(compiler_options.of("gpu", absent=True))
     text, temporaries = program.as_text() or "", program.memory_analysis().temp_size_in_bytes
-    tell("2 layers of llama-3-8b in int4 over 4 GPUs", device=device, temporaries=f"{temporaries / 2**20:.1f} MiB")
+    tell(
+        "2 layers of llama-3-8b over 4 GPUs",
+        device=device,
+        weights=quantize,
+        temporaries=f"{temporaries / 2**20:.1f} MiB",
+    )
     assert text.count(triton_kernels.TARGET) == 2 * (5 + 3)  # five products, and attention
-    assert sum(kernel.name.startswith("int4") for kernel in triton_kernels.assembled(made, tmp_path)) == 4
+    assert sum(each.name.startswith(kernel) for each in triton_kernels.assembled(made, tmp_path)) == 4
     assert temporaries < 2**23  # a device's widened part of the largest kernel has 28 MiB
     # Two a layer, and those of the look-up in rows of eight bits with scales.
     assert compiled.count_kinds(hlo.collectives(text)) == {"all-reduce": 2 * 2 + 2}
