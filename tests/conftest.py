@@ -72,6 +72,7 @@ SHAPE_CHECKED = (
     "jaxserve.sampling.selection",
     "jaxserve.sampling.scoring",
     "jaxserve.runner.batch",
+    "jaxserve.runner.cpu_products",
     "jaxserve.runner.matmul",
     "pallas_kernels.tpu",
     "pallas_kernels.xla",

@@ -11,7 +11,7 @@ import pytest
 from jaxserve import models
 from jaxserve.models import experts, layers
 from jaxserve.models.products import BoundWeight
-from jaxserve.runner import matmul
+from jaxserve.runner import cpu_products, matmul
 from jaxserve.weights import narrow
 from pallas_kernels.cpu import build, product
 from pallas_kernels.tpu import grouped
@@ -19,7 +19,7 @@ from sharding import mesh as meshes
 from sharding import specs
 from tests.jaxserve.models.configs import CONFIGS
 
-WAYS = {"ragged": experts.ragged_product, "tiles": matmul._runs_cpu, "native": product.multiply_runs}
+WAYS = {"ragged": experts.ragged_product, "tiles": cpu_products.multiply_runs, "native": product.multiply_runs}
 # What GPUs use; in the interpreter, rows beyond the runs are NaN. More of it is in tests/pallas_kernels.
 GROUPED = partial(matmul._runs_gpu, device_kind="", interpret=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models.products import Quantized, bind, widened
-from jaxserve.runner import matmul, weight_parts
+from jaxserve.runner import cpu_products, matmul, weight_parts
 from sharding import mesh as meshes
 from sharding import specs
 from sharding.spec import Target, partition
@@ -45,7 +45,7 @@ def test_parts_multiply_as_one_device(targets, part, zeros):
 
     def product(x: jax.Array, matrix: Quantized) -> jax.Array:
         seen.append((x.shape, matrix.shape, matrix.scales.shape))
-        return matmul._dot_tiles(x, matrix)
+        return cpu_products.multiply_tiles(x, matrix)
 
     found = jax.jit(lambda x: weight.matmul.parts(product, x, weight.matrix, jnp.float32))(x)
     exact = np.asarray(x, np.float64) @ np.asarray(widened(matrix, jnp.float32), np.float64).T
