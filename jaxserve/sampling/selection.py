@@ -7,7 +7,9 @@ one pass per step, until only a few tokens remain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,7 @@ from jaxtyping import Bool, Float32, Int32
 FEW = 64  # tokens that are sorted to find a threshold
 
 _BLOCK = 32  # ids per block when searching for the largest few
+_LANES = 128  # numbers of a row of a TPU's memory tile
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
@@ -29,12 +32,26 @@ def block_reduce(
     Args:
       operator: jax.lax.add or jax.lax.max.
     """
-    start = 0.0 if operator is jax.lax.add else -np.inf
+    start = np.float32(0.0 if operator is jax.lax.add else -np.inf)
     rows, size = values.shape
-    if size % block == 0:
-        return jax.lax.reduce(values.reshape(rows, -1, block), np.float32(start), operator, (2,))
-    window = (1, block)
-    return jax.lax.reduce_window(values, start, operator, window, window, ((0, 0), (0, -size % block)))
+    if size % block:
+        window = (1, block)
+        return jax.lax.reduce_window(values, start, operator, window, window, ((0, 0), (0, -size % block)))
+
+    def by_rows(values):
+        return jax.lax.reduce(values.reshape(rows, -1, block), start, operator, (2,))
+
+    def by_tiles(values):
+        return jax.lax.reduce(_tiles(values), start, operator, (3,)).swapaxes(1, 2).reshape(rows, -1)
+
+    return jax.lax.platform_dependent(values, **{"tpu": by_tiles} if block == _LANES else {}, default=by_rows)
+
+
+def _tiles(values: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "a tiles b 128"]:
+    """The tiles of [S, n] in a TPU's memory, in their order: a TPU copies nothing to have them."""
+    rows, size = values.shape
+    height = math.gcd(rows, 8)
+    return values.reshape(-1, height, size // _LANES, _LANES).swapaxes(1, 2)
 
 
 def largest(
@@ -47,6 +64,13 @@ def largest(
     size = values.shape[1]
     if size <= 2 * count * _BLOCK:
         return _top_k(values, count)
+    has_tiles = size % _LANES == 0 and size > 2 * count * _LANES
+    by_tiles = {"tpu": partial(_largest_by_tiles, count=count)} if has_tiles else {}
+    return jax.lax.platform_dependent(values, **by_tiles, default=partial(_largest_by_blocks, count=count))
+
+
+def _largest_by_blocks(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    size = values.shape[1]
     _, blocks = _top_k(block_reduce(values, _BLOCK, jax.lax.max), count)
     blocks = jnp.sort(blocks, -1)  # in order of ids, which top_k keeps for equals
     ids = (blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)).reshape(values.shape[0], -1)
@@ -55,6 +79,17 @@ def largest(
     top, places = _top_k(jnp.where(ids < size, found, -jnp.inf), count)
     # A row of -inf or NaN can still find places past the end.
     return top, jnp.minimum(jnp.take_along_axis(ids, places, -1), size - 1)
+
+
+def _largest_by_tiles(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Blocks of 128 for TPUs, which read them as they lie."""
+    row, tiles = np.arange(len(values))[:, None], _tiles(values)
+    _, blocks = _top_k(block_reduce(values, _LANES, jax.lax.max), count)
+    blocks = jnp.sort(blocks, -1)
+    found = tiles[row // tiles.shape[2], blocks, row % tiles.shape[2]].reshape(len(values), -1)
+    top, places = _top_k(found, count)
+    block = jnp.take_along_axis(blocks, places // _LANES, -1)
+    return top, block * _LANES + places % _LANES
 
 
 def _top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

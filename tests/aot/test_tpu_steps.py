@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
 
 from jaxserve import models
 from jaxserve.config import EngineConfig
+from jaxserve.iteration import SamplerVariant
 from jaxserve.planning import compiled, hlo, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
@@ -166,6 +168,35 @@ def test_steps_of_published_models(tell, hold, name, topology, tokens, kept):
     assert figures["operations a layer"] < 25
     told = "".join(f", {key} {value}" for key, value in kept.items())
     hold(f"{topology}, {tokens} tokens of {name}{told}", figures)
+
+
+@pytest.mark.parametrize(("topology", "rows"), [("v5e:1x1", 8), ("v6e:1x1", 128)])
+def test_samplers_read_logits_as_they_lie(tell, topology, rows):
+    """No program for whole rows of tiles copies them, and the plainest writes nothing of their size."""
+    deployment = Deployment(
+        name="bloom-560m",
+        config=models.parse_config(BLOOM_176B | {"n_layer": 1, "hidden_size": 1024, "n_head": 16}),
+        topology=devices.parse(topology),
+        engine=EngineConfig(dtype="bfloat16", max_rows=rows, buckets=(rows,), max_context=2048, slots=rows * 256),
+        spec=specs.default("bloom"),
+    )
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
+    temporaries = {}
+    for variant in (SamplerVariant.PLAIN, SamplerVariant.TRUNCATED):
+        with targets.lowering(stage.mesh):
+            lowered = stage.lower_choose(rows, variant)
+        program = lowered.compile(compiler_options.of("tpu", absent=True))
+        copies = re.findall(r" = f32\[([\d,]+)\]\S* (?:copy|transpose)\(", program.as_text() or "")
+        assert not [each for each in copies if math.prod(map(int, each.split(","))) >= rows * 250880]
+        temporaries[variant.name] = f"{program.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB"
+    assert float(temporaries["PLAIN"].split()[0]) < 1
+    tell(
+        "samplers of 250,880 tokens",
+        devices=topology,
+        rows=rows,
+        logits=f"{rows * 250880 / 2**18:.1f} MiB",
+        **temporaries,
+    )
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,26 @@ def test_largest_is_a_stable_sort(count, size):
     np.testing.assert_array_equal(top, np.take_along_axis(values, order, -1))
 
 
+@pytest.mark.parametrize("count", [1, 20, 64])
+@pytest.mark.parametrize("rows", [1, 3, 12, 16])
+def test_the_largest_by_tiles_are_those_by_blocks(rows, count):
+    """What TPUs do, down to which of equals come first."""
+    rng = np.random.default_rng(rows)
+    values = np.concatenate([kinds_of_logits(rng), rng.integers(0, 3, (8, VOCAB)).astype(np.float32)])[:rows]
+    values = np.tile(values, 4)[:, : 156 * 128]
+    found = jax.jit(selection._largest_by_tiles, static_argnums=1)(values, count)
+    for one, other in zip(found, jax.jit(selection.largest, static_argnums=1)(values, count), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("rows", "height"), [(1, 1), (3, 1), (12, 4), (16, 8)])
+def test_tiles_hold_rows_of_128(rows, height):
+    values = jnp.arange(rows * 384, dtype=jnp.float32).reshape(rows, 384)
+    tiles = np.asarray(selection._tiles(values))
+    assert tiles.shape == (rows // height, 3, height, 128)
+    np.testing.assert_array_equal(tiles[-1, 1, -1], values[-1, 128:256])
+
+
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 384])
 def test_block_reduce_takes_the_ragged_end(size):
     values = np.random.default_rng(size).normal(size=(3, size)).astype(np.float32) - 5
