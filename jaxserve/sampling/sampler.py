@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 from jaxserve.iteration import SamplerVariant
 from jaxserve.sampling import selection
 from jaxserve.sampling.draw import BLOCK, argmax_by_blocks, draw
-from jaxserve.sampling.selection import FEW, block_reduce, compute_if, first_reaching, largest, total
+from jaxserve.sampling.selection import FEW, block_reduce, compute_if, first_reaching, in_passes, largest, total
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_ENDINGS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -261,16 +261,23 @@ def _typical_bounds(
     hold `typical_p` of the probability. Tokens as far away as the last one are kept too, as in Hugging Face's
     TypicalLogitsWarper. Where typical_p is 1, the bounds are `floor` and infinity.
     """
-    scaled = (logits - peak) / temperature
-    weights = jnp.where(logits >= floor, jnp.exp(scaled), 0.0)
-    mass = total(weights)
-    mean = total(jnp.where(weights > 0, weights * scaled, 0.0)) / mass
-    distance = jnp.where(weights > 0, jnp.abs(scaled - mean), jnp.inf)
+
+    def scaled(logits):
+        return (logits - peak) / temperature
+
+    def weigh(logits):
+        return jnp.where(logits >= floor, jnp.exp(scaled(logits)), 0.0)
+
+    weights = in_passes(weigh, logits)
+    mass = total(weights())
+    each = weights()
+    mean = total(jnp.where(each > 0, each * scaled(logits), 0.0)) / mass
+    distance = jnp.where(weights() > 0, jnp.abs(scaled(logits) - mean), jnp.inf)
     # One array for every pass: computed anew it could round differently. Comparisons take subnormal numbers for zero.
     distance = jax.lax.optimization_barrier(jnp.where(distance < _SMALLEST_NORMAL, 0.0, distance))
     target = typical_p * mass
-    nearest, ids = largest(-distance, min(FEW, logits.shape[1]))
-    few_limit, is_few = first_reaching(-nearest, jnp.take_along_axis(weights, ids, -1), target, 0.0)
+    nearest, ids = largest(distance, min(FEW, logits.shape[1]), jnp.negative)
+    few_limit, is_few = first_reaching(-nearest, weigh(jnp.take_along_axis(logits, ids, -1)), target, 0.0)
 
     def bisect():
         keys = jax.lax.bitcast_convert_type(distance, jnp.int32)  # in the order of floats of at least 0
@@ -278,7 +285,7 @@ def _typical_bounds(
         def step(_, bounds):
             low, high = bounds
             middle = low + (high - low) // 2
-            is_enough = total(jnp.where(keys <= middle, weights, 0.0)) >= target
+            is_enough = total(jnp.where(keys <= middle, weights(), 0.0)) >= target
             return jnp.where(is_enough, low, middle), jnp.where(is_enough, middle, high)
 
         low = jax.lax.bitcast_convert_type(-nearest[:, -1:], jnp.int32)  # the nearest few are not enough
@@ -287,7 +294,7 @@ def _typical_bounds(
         return jnp.where(is_few, few_limit, limit)
 
     is_off = typical_p >= 1
-    kept = (distance <= compute_if(~(is_few | is_off).all(), bisect, few_limit)) & (weights > 0)
+    kept = (distance <= compute_if(~(is_few | is_off).all(), bisect, few_limit)) & (weights() > 0)
     lowest = jnp.where(kept, logits, jnp.inf).min(-1, keepdims=True)
     highest = jnp.where(kept, logits, -jnp.inf).max(-1, keepdims=True)
     return jnp.where(is_off, floor, lowest), jnp.where(is_off, jnp.inf, highest)

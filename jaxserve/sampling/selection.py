@@ -55,39 +55,42 @@ def _tiles(values: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "a tiles b 1
 
 
 def largest(
-    values: Float32[jax.Array, "S n"], count: int
+    values: Float32[jax.Array, "S n"], count: int, key: Callable[[jax.Array], jax.Array] = lambda values: values
 ) -> tuple[Float32[jax.Array, "S {count}"], Int32[jax.Array, "S {count}"]]:
-    """The `count` largest of each row: (values, ids), the lower id first of equals.
+    """The `count` largest keys of each row: (keys, ids), the lower id first of equals.
 
     They lie in the `count` blocks with the largest maxima, so only those blocks are searched.
+
+    Args:
+      key: maps values [S, m] to keys, each by itself.
     """
     size = values.shape[1]
     if size <= 2 * count * _BLOCK:
-        return _top_k(values, count)
+        return _top_k(key(values), count)
     has_tiles = size % _LANES == 0 and size > 2 * count * _LANES
-    by_tiles = {"tpu": partial(_largest_by_tiles, count=count)} if has_tiles else {}
-    return jax.lax.platform_dependent(values, **by_tiles, default=partial(_largest_by_blocks, count=count))
+    by_tiles = {"tpu": partial(_largest_by_tiles, count=count, key=key)} if has_tiles else {}
+    return jax.lax.platform_dependent(values, **by_tiles, default=partial(_largest_by_blocks, count=count, key=key))
 
 
-def _largest_by_blocks(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _largest_by_blocks(values: jax.Array, count: int, key: Callable[[Any], Any]) -> tuple[jax.Array, jax.Array]:
     size = values.shape[1]
-    _, blocks = _top_k(block_reduce(values, _BLOCK, jax.lax.max), count)
+    _, blocks = _top_k(block_reduce(key(values), _BLOCK, jax.lax.max), count)
     blocks = jnp.sort(blocks, -1)  # in order of ids, which top_k keeps for equals
     ids = (blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)).reshape(values.shape[0], -1)
-    found = jnp.take_along_axis(values, jnp.minimum(ids, size - 1), -1)
+    found = key(jnp.take_along_axis(values, jnp.minimum(ids, size - 1), -1))
     # Places past the end repeat the last value, which must be found at its own place only.
     top, places = _top_k(jnp.where(ids < size, found, -jnp.inf), count)
     # A row of -inf or NaN can still find places past the end.
     return top, jnp.minimum(jnp.take_along_axis(ids, places, -1), size - 1)
 
 
-def _largest_by_tiles(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _largest_by_tiles(values: jax.Array, count: int, key: Callable[[Any], Any]) -> tuple[jax.Array, jax.Array]:
     """Blocks of 128 for TPUs, which read them as they lie."""
     row, tiles = np.arange(len(values))[:, None], _tiles(values)
-    _, blocks = _top_k(block_reduce(values, _LANES, jax.lax.max), count)
+    _, blocks = _top_k(block_reduce(key(values), _LANES, jax.lax.max), count)
     blocks = jnp.sort(blocks, -1)
     found = tiles[row // tiles.shape[2], blocks, row % tiles.shape[2]].reshape(len(values), -1)
-    top, places = _top_k(found, count)
+    top, places = _top_k(key(found), count)
     block = jnp.take_along_axis(blocks, places // _LANES, -1)
     return top, block * _LANES + places % _LANES
 
@@ -118,30 +121,29 @@ def threshold(
     has_k, has_p = (top_k > 0)[:, None], (top_p < 1)[:, None]
     k = jnp.where(has_k, jnp.minimum(top_k[:, None], vocab), 1).astype(jnp.float32)
 
-    def left(kth):
+    def left(kth, logits):
         return jnp.where(logits >= kth, weigh(logits), 0.0)
 
-    def share(weights):
-        return jnp.where(has_p, top_p[:, None] * total(weights), 0.0)
+    def share(kth):
+        return jnp.where(has_p, top_p[:, None] * total(left(kth, logits)), 0.0)
 
     top, _ = largest(logits, min(FEW, vocab))
     few_kth, has_kth = first_reaching(top, jnp.ones_like(top), k, 0.0)
     few_kth = jnp.where(has_k, few_kth, -jnp.inf)
-    few_pth, has_pth = first_reaching(top, weigh(top), share(left(few_kth)), 0.0)
+    few_pth, has_pth = first_reaching(top, weigh(top), share(few_kth), 0.0)
     has_pth = has_pth & has_kth | ~has_p
 
     def search_kth():
         lowest = jnp.full_like(few_kth, -jnp.inf)
-        found = _search(logits, 1.0, jnp.ones_like, k, lowest, top[:, -1:], has_kth)
+        found = _search(logits, lambda: 1.0, jnp.ones_like, k, lowest, top[:, -1:], has_kth)
         return jnp.where(has_kth, few_kth, found)
 
     kth = compute_if(~has_kth.all(), search_kth, few_kth)
 
     def search_pth():
-        weights = left(kth)
         # If the k-th logit is among the few, the share lies below the few.
         high = jnp.where(has_kth, top[:, -1:], top[:, :1])
-        found = _search(logits, weights, weigh, share(weights), kth, high, has_pth)
+        found = _search(logits, in_passes(partial(left, kth), logits), weigh, share(kth), kth, high, has_pth)
         return jnp.where(has_pth, few_pth, found)
 
     pth = compute_if(~has_pth.all(), search_pth, few_pth)
@@ -155,6 +157,20 @@ def compute_if(condition: jax.Array, compute: Callable[[], Any], otherwise: Any)
     """
     _, result = jax.lax.while_loop(lambda s: s[0], lambda _: (jnp.bool(False), compute()), (condition, otherwise))
     return result
+
+
+def in_passes(parts: Callable[[jax.Array], jax.Array], logits: jax.Array) -> Callable[[], jax.Array]:
+    """parts(logits) for several passes over all logits: computed once on a CPU.
+
+    Accelerators compute them in each pass, which takes no longer than to read them, and have no memory for them.
+    """
+    held = jax.lax.platform_dependent(logits, cpu=parts, default=lambda logits: logits)
+
+    def anew(logits: jax.Array) -> jax.Array:
+        # Without the barrier XLA would compute them before a loop, or once for all passes.
+        return parts(jax.lax.optimization_barrier(logits))
+
+    return lambda: jax.lax.platform_dependent(held, cpu=lambda parts: parts, default=anew)
 
 
 def total(parts: Float32[jax.Array, "S n"]) -> Float32[jax.Array, "S 1"]:
@@ -188,7 +204,7 @@ class _Bracket(NamedTuple):
 
 def _search(
     logits: Float32[jax.Array, "S V"],
-    parts: Float32[jax.Array, "S V"] | float,
+    parts: Callable[[], jax.Array | float],
     weigh: Callable[[jax.Array], jax.Array],
     target: Float32[jax.Array, "S 1"],
     low: Float32[jax.Array, "S 1"],
@@ -198,14 +214,14 @@ def _search(
     """The largest logit of each row such that the parts of logits >= it reach the target.
 
     Args:
-      parts: part of each logit, or one number for all.
+      parts: gives the part of each logit, or one number for all.
       weigh: from logits to parts; monotone.
       low / high: bounds of the result.
       done: rows that need no search; their result is arbitrary.
     """
 
     def reached(key):
-        return total(jnp.where(logits >= _unordered(key), parts, 0.0))
+        return total(jnp.where(logits >= _unordered(key), parts(), 0.0))
 
     def is_close(state):
         # Each part in the bracket is at least as large as one at `low`, which bounds their number.
@@ -229,7 +245,8 @@ def _search(
     above = jnp.where(key == 0, _ordered(jnp.full_like(target, _SMALLEST_NORMAL)), key + 1)
     start = _Bracket(_ordered(low), above, jnp.full_like(target, jnp.inf), reached(above))
     end = jax.lax.while_loop(lambda state: ~(done | is_close(state)).all(), step, start)
-    top, _ = largest(jnp.where(logits < _unordered(end.high), logits, -jnp.inf), min(FEW, logits.shape[1]))
+    high = _unordered(end.high)
+    top, _ = largest(logits, min(FEW, logits.shape[1]), lambda logits: jnp.where(logits < high, logits, -jnp.inf))
     found, has_found = first_reaching(top, weigh(top), target, end.high_sum)
     return jnp.where(has_found, found, _unordered(end.low))
 

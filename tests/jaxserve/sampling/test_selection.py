@@ -77,8 +77,10 @@ def test_the_largest_by_tiles_are_those_by_blocks(rows, count):
     rng = np.random.default_rng(rows)
     values = np.concatenate([kinds_of_logits(rng), rng.integers(0, 3, (8, VOCAB)).astype(np.float32)])[:rows]
     values = np.tile(values, 4)[:, : 156 * 128]
-    found = jax.jit(selection._largest_by_tiles, static_argnums=1)(values, count)
-    for one, other in zip(found, jax.jit(selection.largest, static_argnums=1)(values, count), strict=True):
+    found = jax.jit(selection._largest_by_tiles, static_argnums=(1, 2))(values, count, jnp.negative)
+    for one, other in zip(
+        found, jax.jit(selection.largest, static_argnums=(1, 2))(values, count, jnp.negative), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
 
 
