@@ -166,11 +166,12 @@ class DeviceProducts:
             sums = _shaped(x, matrix.values, dtype, shape, cpu=on_cpu)
             return sums * matrix.scales.astype(jnp.float32).reshape(shape)
 
+        if kernel is None:
+            return by_compiler(x, matrix)
+
         def by_kernel(x: jax.Array, matrix: Quantized) -> jax.Array:
             return self._by_parts(kernel, x, matrix, dtype).reshape(len(x), *shape)
 
-        if kernel is None:
-            return by_compiler(x, matrix)
         return jax.lax.platform_dependent(x, matrix, cuda=by_kernel, default=by_compiler)
 
     def _kernel_gpu(self, matrix: Quantized) -> Callable[[jax.Array, Quantized], jax.Array] | None:

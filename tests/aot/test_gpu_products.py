@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,18 @@ def lowered_product(
         return jax.jit(product).lower(like((rows, inputs), "bfloat16"), matrix)
 
 
+def check(kernel: triton_kernels.Kernel, temporaries: int, tell: Callable[..., None]) -> None:
+    """Tells what was made of a kernel that spills nothing and multiplies in tensor cores."""
+    tell(
+        registers=kernel.registers,
+        spilled=kernel.spilled,
+        shared=kernel.shared,
+        temporaries=f"{temporaries / 2**20:.1f} MiB",
+    )
+    assert kernel.spilled == 0
+    assert kernel.tensor_cores > 0
+
+
 @pytest.mark.parametrize("device", ["a100-80g:1", "h200:1"])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "group", "zeros"),
@@ -94,20 +107,8 @@ def test_int4_kernels_are_widened_inside_the_product(device, rows, outputs, inpu
     program = lowered.compile(compiler_options.of("gpu", absent=True))
     (kernel,) = triton_kernels.assembled(made, tmp_path)
     temporaries = program.memory_analysis().temp_size_in_bytes
-    tell(
-        "products with int4 kernels for GPUs",
-        device=device,
-        rows=rows,
-        kernel=f"{outputs} x {inputs}",
-        group=group,
-        zeros=zeros,
-        registers=kernel.registers,
-        spilled=kernel.spilled,
-        shared=kernel.shared,
-        temporaries=f"{temporaries / 2**20:.1f} MiB",
-    )
-    assert kernel.spilled == 0
-    assert kernel.tensor_cores > 0
+    cells = {"device": device, "rows": rows, "kernel": f"{outputs} x {inputs}", "group": group, "zeros": zeros}
+    check(kernel, temporaries, partial(tell, "products with int4 kernels for GPUs", **cells))
     # The two halves of x, and sums of parts of the inputs.
     assert temporaries < 2**20 + 4 * rows * (inputs + 8 * outputs)
 
@@ -122,14 +123,5 @@ def test_float8_kernels_are_widened_inside_the_product(device, rows, tmp_path, t
     kernels = triton_kernels.assembled(made, tmp_path)
     assert len(kernels) == device.startswith("a100")
     for kernel in kernels:
-        tell(
-            "products with float8 kernels for A100",
-            rows=rows,
-            registers=kernel.registers,
-            spilled=kernel.spilled,
-            shared=kernel.shared,
-            temporaries=f"{temporaries / 2**20:.1f} MiB",
-        )
-        assert kernel.spilled == 0
-        assert kernel.tensor_cores > 0
+        check(kernel, temporaries, partial(tell, "products with float8 kernels for A100", rows=rows))
     assert temporaries < 11008 * 4096 // 4
