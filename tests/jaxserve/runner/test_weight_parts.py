@@ -23,7 +23,7 @@ def described(matrix: Quantized, on: jax.sharding.Mesh, *targets: Target) -> Qua
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=held), matrix)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("zeros", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize(
     ("targets", "part"),
     [

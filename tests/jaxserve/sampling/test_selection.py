@@ -70,8 +70,7 @@ def test_largest_is_a_stable_sort(count, size):
     np.testing.assert_array_equal(top, np.take_along_axis(values, order, -1))
 
 
-@pytest.mark.parametrize("count", [1, 20, 64])
-@pytest.mark.parametrize("rows", [1, 3, 12, 16])
+@pytest.mark.parametrize(("rows", "count"), [(1, 64), (3, 1), (12, 20), (16, 64)])
 def test_the_largest_by_tiles_are_those_by_blocks(rows, count):
     """What TPUs do, down to which of equals come first."""
     rng = np.random.default_rng(rows)
