@@ -51,20 +51,13 @@ class Model:
         self.padded_config = padded_config
         self._family = family
         self.head_sources = head_sources(config, padded_config)
-        _, self._embed, self._embed_state = self._split("Embed")
-        _, self._head, self._head_state = self._split("Head")
+        _, self._embed, self._embed_state = _abstract(family, padded_config, "Embed")
+        _, self._head, self._head_state = _abstract(family, padded_config, "Head")
         # Layers of one kind share a block.
         kinds = [config.layer_kind(layer) for layer in range(config.num_layers)]
-        blocks = {kind: self._split("Block", layer=kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        first = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
+        blocks = {kind: _abstract(family, padded_config, "Block", layer=layer) for kind, layer in first.items()}
         self._blocks = [blocks[kind] for kind in kinds]
-
-    def _make(self, piece: str, key: jax.Array, **layer: int) -> nnx.Module:
-        return getattr(self._family, piece)(self.padded_config, rngs=nnx.Rngs(key), **layer)
-
-    def _split(self, piece: str, **layer: int) -> tuple[nnx.Module, nnx.GraphDef, dict[str, Any]]:
-        module = nnx.eval_shape(lambda: self._make(piece, jax.random.key(0), **layer))
-        graph, state = nnx.split(module)
-        return module, graph, nnx.to_pure_dict(state)
 
     def is_parallel(self, i: int) -> bool:
         """Whether layer i computes attention and feed-forward side by side."""
@@ -253,7 +246,7 @@ class Model:
 
         def draw(piece: str, **layer: int):
             def make(key: jax.Array) -> dict[str, Any]:
-                state = nnx.to_pure_dict(nnx.state(self._make(piece, key, **layer)))
+                state = nnx.to_pure_dict(nnx.state(_made(self._family, self.padded_config, piece, key, **layer)))
                 return jax.tree.map_with_path(lambda path, leaf: leaf.astype(_held(path, leaf, dtype)), state)
 
             return jax.jit(make)
@@ -266,6 +259,20 @@ class Model:
             "layers": [block[kind](keys[2 + i]) for i, kind in enumerate(kinds)],
             "head": draw("Head")(keys[1]),
         }
+
+
+def _made(family: ModuleType, config: ModelConfig, piece: str, key: jax.Array, **layer: int) -> nnx.Module:
+    return getattr(family, piece)(config, rngs=nnx.Rngs(key), **layer)
+
+
+@functools.lru_cache(maxsize=128)
+def _abstract(
+    family: ModuleType, config: ModelConfig, piece: str, **layer: int
+) -> tuple[nnx.Module, nnx.GraphDef, dict[str, Any]]:
+    """The module of a piece without arrays, its structure, and its parameters by shape."""
+    module = nnx.eval_shape(lambda: _made(family, config, piece, jax.random.key(0), **layer))
+    graph, state = nnx.split(module)
+    return module, graph, nnx.to_pure_dict(state)
 
 
 def _held(path: tuple[Any, ...], leaf: Any, dtype: DTypeLike) -> np.dtype:

@@ -85,6 +85,7 @@ def test_simulator_against_an_engine(tmp_path, capsys):
     assert [[bucket["size"] for bucket in start] for start in result["buckets"]] == [[3, 8]] * 6
 
 
+@pytest.mark.bench
 def test_workload_that_cannot_fit(tmp_path, capsys):
     model = ("--shape", "tiny", "--requests", "3", "--prompt", "140", "--output", "1")
     assert bench("offline", *model, "--out", str(tmp_path)) == 2

@@ -81,7 +81,7 @@ def one_group() -> Answers:
     "settings",
     [
         {},
-        {"prefix_cache": False},
+        pytest.param({"prefix_cache": False}, marks=pytest.mark.long),
         pytest.param({"slot_policy": "reserve"}, marks=pytest.mark.long),
         pytest.param({"slots": 112}, marks=pytest.mark.long),
         pytest.param({"stages": 2}, marks=pytest.mark.long),

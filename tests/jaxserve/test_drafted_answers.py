@@ -63,7 +63,11 @@ class Dice:
         return self.draw.choices(self.among, k=self.draw.randint(0, most))
 
 
-@pytest.mark.parametrize("propose", [NgramIndex, lambda tokens: Dice(range(VOCAB), len(tokens))], ids=["ngram", "dice"])
+@pytest.mark.parametrize(
+    "propose",
+    [NgramIndex, pytest.param(lambda tokens: Dice(range(VOCAB), len(tokens)), marks=pytest.mark.long)],
+    ids=["ngram", "dice"],
+)
 def test_answers_are_those_without_drafts(undrafted, drafting, propose) -> None:
     """Greedy or drawn, penalised or not, preempted or not. (On one machine these programs do not even round otherwise;
     elsewhere one in a hundred may, at a near tie.)"""
@@ -180,6 +184,7 @@ def drafter_of(engine: Engine) -> DraftModel:
     return drafter
 
 
+@pytest.mark.long
 def test_a_model_drafts_for_itself_what_it_chooses(params, modelled) -> None:
     """Also where tokens are drawn: both draw them with the same random number."""
     arrivals = traffic(60)

@@ -22,7 +22,7 @@ def alone(params) -> Answers:
     return each_alone(make_engine(params, prefix_cache=False), (request for _, request in traffic(200)))
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("reserve", 320), ("grow", 112)])
+@pytest.mark.parametrize(("policy", "slots"), [pytest.param("reserve", 320, marks=pytest.mark.long), ("grow", 112)])
 def test_under_load_as_alone(params, alone, policy, slots) -> None:
     engine = make_engine(params, slot_policy=policy, slots=slots)
     arrivals = traffic(200)

@@ -89,7 +89,7 @@ def test_other_salts_find_nothing(params) -> None:
     assert ask(engine, "again", tokens, "one")[2] == 40
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_corrupt_block_is_computed_again(params, stage) -> None:
     engine = make_engine(params, host_cache=MEMORY, stages=2, **EXACT)
     tokens = prompt(1, 60)

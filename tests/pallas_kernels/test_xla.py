@@ -101,8 +101,9 @@ def test_a_donated_pool_stays_where_it_is(pool_dtype):
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pools)] == before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("pool_dtype", ["float32", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("pool_dtype", ["float32", "int8"])
 def test_cost_does_not_depend_on_the_size_of_the_pool(pool_dtype):
     small, _ = compiled(pool_dtype)
     large, _ = compiled(pool_dtype, n_blocks=50 * BLOCKS)
@@ -111,7 +112,7 @@ def test_cost_does_not_depend_on_the_size_of_the_pool(pool_dtype):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("pool_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("pool_dtype", ["float32", pytest.param("int8", marks=pytest.mark.long)])
 def test_no_value_is_as_long_as_the_window(pool_dtype):
     """Keys, scores and the like are made block by block; the window occurs in tables only."""
     program, _ = compiled(pool_dtype)

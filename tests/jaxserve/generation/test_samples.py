@@ -48,7 +48,14 @@ def alone(params) -> Answers:
 
 
 # Each takes half a minute of a processor, and samples share nothing with them but the scheduler that the others hold.
-COSTLY: list[dict[str, Any]] = [{"stages": 2}, {"replicas": 2}, {"speculate": "ngram"}, {"max_rows": 3}]
+COSTLY: list[dict[str, Any]] = [
+    {"in_flight": 1},
+    {"slots": 112},
+    {"stages": 2},
+    {"replicas": 2},
+    {"speculate": "ngram"},
+    {"max_rows": 3},
+]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +64,6 @@ COSTLY: list[dict[str, Any]] = [{"stages": 2}, {"replicas": 2}, {"speculate": "n
         {},
         {"prefix_cache": False},
         {"slot_policy": "reserve"},
-        {"in_flight": 1},
-        {"slots": 112},
         {"slots": 112, "prefix_cache": False, "stages": 2},
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in COSTLY),
     ],

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve import models
 from jaxserve.models import experts, layers
@@ -95,9 +96,11 @@ def test_weights_depend_on_differences_of_logits(add_up, shift):
     np.testing.assert_allclose(weights, np.exp([3, 2]) / np.exp(among).sum(), rtol=1e-5)
 
 
+SLOW_WAYS = ("kernels of many tokens", *APART)
+
+
 @pytest.mark.parametrize(
-    "way",
-    ["runs", "kernels", "kernels of many tokens", *(pytest.param(way, marks=pytest.mark.interpret) for way in APART)],
+    "way", ["runs", "kernels", *(pytest.param(way, marks=pytest.mark.interpret) for way in SLOW_WAYS)]
 )
 @pytest.mark.parametrize(
     "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mixtral", "qwen3_moe"))]
@@ -110,7 +113,7 @@ def test_every_token_gets_what_its_experts_give(name, way, monkeypatch):
         lambda leaf: leaf + 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), model.init(0, jnp.float32)
     )
     part = layer["layers"][0]["experts"]
-    module = model._make("Block", jax.random.key(0), layer=0).experts
+    module = models.family(name).Block(model.padded_config, rngs=nnx.Rngs(0), layer=0).experts
     positions = jnp.array([0, 1, 2, -1, 4, 5, -1] + [7] * (123 if way == "kernels of many tokens" else 0))
     x = jax.random.normal(jax.random.key(1), (len(positions), config.hidden_size))
     for piece in ("router", "gate", "up", "down"):

@@ -67,7 +67,7 @@ COMBINATIONS = {
 @pytest.mark.parametrize(
     "deployment",
     [
-        pytest.param(deployment, id=name, marks=pytest.mark.long if i % 10 else ())
+        pytest.param(deployment, id=name, marks=pytest.mark.long if i % 15 else ())
         for i, (name, deployment) in enumerate(COMBINATIONS.items())
     ],
 )

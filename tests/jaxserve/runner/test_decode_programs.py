@@ -95,6 +95,7 @@ def test_answers_are_those_of_one_program(params, monkeypatch, settings) -> None
     assert (two.tokens, two.logprobs) == (one.tokens, one.logprobs)
 
 
+@pytest.mark.long
 def test_more_programs_are_reported(params, monkeypatch) -> None:
     before = make_engine(params, attention="xla", buckets=(3, 6, 24)).report
     monkeypatch.setattr(XlaBackend, "saves_on_decodes", lambda *_: True)

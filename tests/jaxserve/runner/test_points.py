@@ -67,9 +67,11 @@ def test_head_runs_only_for_sampled_tokens(params, monkeypatch):
     assert engine.load().compiled_after_ready == 0
 
 
+DRAFTING = {"speculate": "ngram", "speculate_tokens": 3}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param({"stages": 2}, marks=pytest.mark.long), {"speculate": "ngram", "speculate_tokens": 3}],
+    "settings", [DRAFTING, *(pytest.param(each, marks=pytest.mark.long) for each in ({}, {"stages": 2}))]
 )
 def test_answers_do_not_depend_on_sample_counts(params, settings) -> None:
     arrivals = traffic(40)

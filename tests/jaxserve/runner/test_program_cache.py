@@ -100,6 +100,7 @@ def test_replicas_load_what_one_has_compiled(params, folder, first) -> None:
     assert answers(engine) == expected
 
 
+@pytest.mark.long
 def test_replicas_share_programs_without_a_folder(monkeypatch) -> None:
     made: list[program_cache.ProgramCache | None] = []
     monkeypatch.setattr(startup, "program_cache", lambda config: made.append(KEPT_IN(config)) or made[-1])

@@ -23,7 +23,7 @@ TOKENIZER = printable_tokenizer()
     [
         pytest.param({"slot_policy": "reserve", "slots": 320}, marks=pytest.mark.long),
         {"slot_policy": "grow", "slots": 112},
-        {"stages": 2},
+        pytest.param({"stages": 2}, marks=pytest.mark.long),
         pytest.param({"replicas": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor": 3}, marks=pytest.mark.exhaustive),
         pytest.param({"speculate": "ngram"}, marks=pytest.mark.long),

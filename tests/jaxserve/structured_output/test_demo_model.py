@@ -20,7 +20,7 @@ def demo():
         yield engine
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 1.0])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_texts_of_the_demo_model(demo, case, temperature) -> None:
     completions = demo.generate(

@@ -1,6 +1,7 @@
 """Narrow weights: how they are rounded, read, laid out and multiplied, and what they change."""
 
 import dataclasses
+import itertools
 import re
 from functools import cache
 
@@ -104,13 +105,14 @@ def test_matrices_are_held_narrow_and_nothing_else(family, quantize) -> None:
             assert leaf.dtype == (jnp.float32 if is_wide else jnp.bfloat16)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+FEW = {("bloom", "orbax", "int8"), *((family, "huggingface", "int4") for family in ("gpt2", "gpt_oss", "llama"))}
+
+
 @pytest.mark.parametrize(
-    ("family", "saved"),
+    ("family", "saved", "quantize"),
     [
-        *((family, "huggingface") for family in models.families()),
-        ("bloom", "orbax"),
-        *(pytest.param(family, "orbax", marks=pytest.mark.long) for family in models.families() if family != "bloom"),
+        pytest.param(*case, marks=() if case in FEW or case[1:] == ("huggingface", "int8") else pytest.mark.long)
+        for case in itertools.product(models.families(), ("huggingface", "orbax"), ("int8", "int4"))
     ],
 )
 def test_what_is_read_is_what_memory_would_be_rounded_to(family, saved, quantize, tmp_path, monkeypatch) -> None:

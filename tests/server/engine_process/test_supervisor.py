@@ -141,7 +141,9 @@ def wait(it: Remote) -> None:
     [
         ({}, kill, "the engine process was killed by signal 9 (SIGKILL); it is being restarted"),
         pytest.param({}, stop, "the engine has completed no iteration for", marks=pytest.mark.processes),
-        ({"wedged_after": 20}, wait, "the engine has completed no iteration for"),
+        pytest.param(
+            {"wedged_after": 20}, wait, "the engine has completed no iteration for", marks=pytest.mark.processes
+        ),
         (
             {"fails_after": 20},
             wait,
