@@ -34,7 +34,8 @@ SIZES = [(1024, 96), (9000, 100), (2500, 33), (40, 70), (7, 5), (1, 1)]
 
 def by_rows(multiply, row_counts):
     """One program of the products of the last rows of x, for each of the counts: each is compiled in 30 ms."""
-    return jax.jit(lambda x, *kernel: [multiply(x[-rows:], *kernel) for rows in row_counts])
+    program = jax.jit(lambda x, *kernel: [multiply(x[-rows:], *kernel) for rows in row_counts])
+    return lambda *arguments: [np.asarray(part) for part in program(*arguments)]
 
 
 def check(inner, out, row_counts, dtype=jnp.bfloat16):
@@ -166,7 +167,7 @@ def test_int4_kernels(inner, out, group, zeros, dtype):
     wide = (wide * scales.astype(np.float64).reshape(out, -1)[..., None]).reshape(out, inner)
     exact = x.astype(np.float64) @ wide.T
     multiply = by_rows(product.multiply_quantized, (1, 2, 7, 8, 9, 16, 19))
-    *fewer, whole = map(np.asarray, multiply(x, values, scales, points))
+    *fewer, whole = multiply(x, values, scales, points)
     largest = np.abs(x.astype(np.float64)).reshape(19, -1, group).max(-1)
     step = np.repeat(largest, group, axis=1) / 127
     spread = np.sqrt((step / 2) ** 2 @ (wide**2).T) + 1e-5 * np.abs(x.astype(np.float64)) @ np.abs(wide).T
@@ -176,7 +177,7 @@ def test_int4_kernels(inner, out, group, zeros, dtype):
         np.testing.assert_array_equal(part, whole[-len(part) :])
     for wrong in (np.nan, np.inf):
         x[1, inner // 2] = wrong
-        broken = np.asarray(multiply(x, values, scales, points)[-1])
+        broken = multiply(x, values, scales, points)[-1]
         assert np.isnan(broken[1]).all()
         np.testing.assert_array_equal(np.delete(broken, 1, 0), np.delete(whole, 1, 0))
 
@@ -192,7 +193,7 @@ def test_int8_kernels(inner, out, dtype):
     wide = values.astype(np.float64) * scales.astype(np.float64)[:, None]
     exact = x.astype(np.float64) @ wide.T
     multiply = by_rows(product.multiply_quantized, range(1, 10))
-    *fewer, whole = map(np.asarray, multiply(x, values, scales))
+    *fewer, whole = multiply(x, values, scales)
     step = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / 127 / 254
     assert (np.abs(whole - exact) <= 4 * step * np.sqrt((wide**2).sum(-1)) + 1e-6 * np.abs(exact)).all()
     assert not whole[3].any()
@@ -200,7 +201,7 @@ def test_int8_kernels(inner, out, dtype):
         np.testing.assert_array_equal(part, whole[-len(part) :])
     for wrong in (np.nan, np.inf):
         x[1, inner // 2] = wrong
-        broken = np.asarray(multiply(x, values, scales)[-1])
+        broken = multiply(x, values, scales)[-1]
         assert np.isnan(broken[1]).all()
         np.testing.assert_array_equal(np.delete(broken, 1, 0), np.delete(whole, 1, 0))
 

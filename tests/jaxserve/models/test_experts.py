@@ -110,7 +110,8 @@ def test_every_token_gets_what_its_experts_give(name, way, monkeypatch):
     model = models.build(models.parse_config(CONFIGS[name]))
     config = model.config
     layer = jax.tree.map(
-        lambda leaf: leaf + 0.1 * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), model.init(0, jnp.float32)
+        lambda leaf: jnp.asarray(leaf + 0.1 * np.sin(np.arange(leaf.size)).reshape(leaf.shape), leaf.dtype),
+        model.init(0, jnp.float32),
     )
     part = layer["layers"][0]["experts"]
     module = models.family(name).Block(model.padded_config, rngs=nnx.Rngs(0), layer=0).experts

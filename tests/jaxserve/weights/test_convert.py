@@ -31,7 +31,7 @@ def source(tmp_path) -> Path:
 
 
 def same(ours: models.Params, other: models.Params) -> bool:
-    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), ours, other))
+    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), ours, other))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
