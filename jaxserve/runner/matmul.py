@@ -54,7 +54,7 @@ class DeviceProducts:
       tiles: whether a CPU widens int8 matrices in tiles for many rows; only for matrices on one device.
       device_kind: JAX's name of the device that the program is for; without it, GPUs take XLA's products too.
       mesh / spec / layer: where the kernels of a layer's experts lie; without a mesh, on one device.
-      ring: multiplies in place of all others where it pays.
+      ring: multiplies where it pays, except by weights that only our kernels widen in registers.
       parts: how a narrow matrix is divided; None on one device, and where the compiler divides products.
     """
 
@@ -85,7 +85,8 @@ class DeviceProducts:
         self, x: jax.Array, matrix: jax.Array | Quantized, dtype: DTypeLike, shape: tuple[int, ...]
     ) -> jax.Array:
         """The product in this shape, or as float32[T, out]."""
-        if self.ring is not None and self.ring.pays(len(x)):
+        by_kernel = isinstance(matrix, Quantized) and self._kernel_gpu(matrix) is not None
+        if self.ring is not None and not by_kernel and self.ring.pays(len(x)):
             return self.ring(x, matrix, dtype)
         if isinstance(matrix, Quantized):
             y = None if self.native is None else product.multiply_quantized(x, *matrix)

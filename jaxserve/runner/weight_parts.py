@@ -23,14 +23,17 @@ from sharding.spec import ShardingSpec, partition
 
 @dataclass(frozen=True, slots=True)
 class WeightParts:
-    """How a narrow matrix is divided over the devices of a mesh.
+    """How a narrow matrix and what it is multiplied with are divided over a mesh.
 
     Attributes:
-      places: the partitions of its values, scales and zero points.
+      places: the partitions of its values, scales and zero points where it is used.
+      tokens / embed: mesh axes over which the hidden states between layers are split.
     """
 
     mesh: Mesh
     places: Quantized
+    tokens: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -45,30 +48,41 @@ class WeightParts:
           dtype: of the partial sums that are sent, where devices have parts of the inputs.
         """
         outputs, inputs = (kv_cache.over(self.mesh, target) for target in (*self.places.values, None, None)[:2])
+        # Devices with parts of the matrix need all tokens. Their sums are scattered as the hidden states are split.
+        rows = () if {*outputs, *inputs} & {*self.tokens} else self.tokens
+        scattered = [inputs == self.tokens, inputs == self.embed and not outputs] if inputs else [False, False]
 
         def here(x: jax.Array, matrix: Quantized) -> jax.Array:
             y = product(x, matrix)
-            return jax.lax.psum(y.astype(dtype), inputs).astype(jnp.float32) if inputs else y
+            if not inputs:
+                return y
+            if any(scattered):
+                total = jax.lax.psum_scatter(
+                    y.astype(dtype), inputs, scatter_dimension=scattered.index(True), tiled=True
+                )
+            else:
+                total = jax.lax.psum(y.astype(dtype), inputs)
+            return total.astype(jnp.float32)
 
-        given, made = (partition(None, inputs), self.places), partition(None, outputs)
+        given = partition(rows, inputs), self.places
+        made = partition(inputs if scattered[0] else rows, inputs if scattered[1] else outputs)
         return jax.shard_map(here, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)(x, matrix)
 
 
 def divided(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: str) -> Any:
     """The layers' bound weights, with `WeightParts` for narrow matrices on several GPUs.
 
-    Those whose layers split the hidden states, or gather weights, are left to the compiler.
-
     Args:
       held: the same tree, with the shapes and shardings of the weights.
     """
-    if platform != "gpu" or mesh.size == 1 or spec.activations or spec.gather:
+    if platform != "gpu" or mesh.size == 1:
         return layers
+    hidden = {axis: kv_cache.over(mesh, spec.activations.get(axis)) for axis in ("tokens", "embed")}
 
     def of(weight: Any, described: Any) -> Any:
         if not isinstance(weight, BoundWeight) or not isinstance(described, Quantized) or len(weight.shape) != 2:
             return weight
-        parts = WeightParts(mesh, jax.tree.map(lambda leaf: leaf.sharding.spec, described))
+        parts = WeightParts(mesh, jax.tree.map(lambda leaf: spec.gathered(leaf.sharding.spec), described), **hidden)
         return BoundWeight(weight.matrix, replace(weight.matmul, parts=parts))  # type: ignore[type-var]
 
     return jax.tree.map(of, layers, held)

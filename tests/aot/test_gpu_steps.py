@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxserve.config import EngineConfig
@@ -88,36 +89,68 @@ def test_a_whole_step_is_a_dozen_kernels_a_layer(name, device, bucket, int8, tmp
     hold(f"{device}, {name} of {bucket} tokens{' in eight bits' if int8 else ''}", figures)
 
 
-@pytest.mark.parametrize(
-    ("device", "quantize", "kernel"),
-    [("a100-80g:4", "int4", "int4"), ("h200:4", "int4", "int4"), ("a100-80g:4", "float8", "runs")],
-)
-def test_weights_over_several_gpus_stay_narrow(device, quantize, kernel, tmp_path, tell) -> None:
-    """Each device's kernels read its parts. Nothing beside arguments and results has space for a widened one."""
+# Two a layer, and those of the look-up in rows of eight bits with scales.
+SUMS = {"all-reduce": 2 * 2 + 2}
+BY_TOKENS = {"all-gather": 2 * 2 + 2, "reduce-scatter": 2 * 2 + 2, "all-reduce": 1}
+BY_EMBED = {"all-gather": 2 * 2 + 1, "reduce-scatter": 2 * 2 + 1, "all-reduce": 2 * 2 + 1}  # of the norms
+
+
+def compiled_over_four(device: str, quantize: str, activations: Rules, bucket: int) -> jax.stages.Compiled:
+    """Two layers of Llama-3-8B."""
     name, config = model_catalog.find("llama-3-8b")
     deployment = Deployment(
         name=name,
         config=replace(config, num_layers=2),
-        topology=devices.parse(device),
-        engine=EngineConfig(tensor=4, quantize=quantize, max_rows=16, buckets=(16,), max_context=2048, slots=16 * 2048),
-        spec=specs.default(config.family),
+        topology=devices.parse(f"{device}:4"),
+        engine=EngineConfig(
+            tensor=4, quantize=quantize, max_rows=16, buckets=(bucket,), max_context=2048, slots=16 * 2048
+        ),
+        spec=replace(specs.default(config.family), activations=activations),
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
-    with triton_kernels.compiled() as made, targets.lowering(stage.mesh):
-        lowered = stage.lower_forward(16, 16 * 2048 // stage.shape.attention.block_size)
-    program = lowered.compile(compiler_options.of("gpu", absent=True))
+    with targets.lowering(stage.mesh):
+        lowered = stage.lower_forward(bucket, 16 * 2048 // stage.shape.attention.block_size)
+    return lowered.compile(compiler_options.of("gpu", absent=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "quantize", "kernel", "activations", "collectives"),
+    [
+        ("a100-80g", "int4", "int4", {}, SUMS),
+        ("h200", "int4", "int4", {}, SUMS),
+        ("a100-80g", "float8", "runs", {}, SUMS),
+        ("h200", "int4", "int4", {"tokens": "tensor"}, BY_TOKENS),
+        ("h200", "int4", "int4", {"embed": "tensor"}, BY_EMBED),
+        ("a100-80g", "float8", "runs", {"tokens": "tensor"}, BY_TOKENS),
+    ],
+    ids=str,
+)
+def test_weights_over_several_gpus_stay_narrow(
+    device, quantize, kernel, activations, collectives, tmp_path, tell
+) -> None:
+    """Each device's kernels read its parts. Nothing beside arguments and results has space for a widened one."""
+    with triton_kernels.compiled() as made:
+        program = compiled_over_four(device, quantize, activations, 16)
     text, temporaries = program.as_text() or "", program.memory_analysis().temp_size_in_bytes
     tell(
         "2 layers of llama-3-8b over 4 GPUs",
         device=device,
         weights=quantize,
+        hidden_states=f"split by {', '.join(activations)}" if activations else "whole",
         temporaries=f"{temporaries / 2**20:.1f} MiB",
     )
     assert text.count(triton_kernels.TARGET) == 2 * (5 + 3)  # five products, and attention
     assert sum(each.name.startswith(kernel) for each in triton_kernels.assembled(made, tmp_path)) == 4
     assert temporaries < 2**23  # a device's widened part of the largest kernel has 28 MiB
-    # Two a layer, and those of the look-up in rows of eight bits with scales.
-    assert compiled.count_kinds(hlo.collectives(text)) == {"all-reduce": 2 * 2 + 2}
+    assert compiled.count_kinds(hlo.collectives(text)) == collectives
+
+
+@pytest.mark.parametrize("activations", [{}, {"tokens": "tensor"}], ids=str)
+def test_prompts_by_weights_over_several_gpus(activations) -> None:
+    """Kernels multiply by narrow weights in place of a ring, which would widen them in memory first."""
+    text = compiled_over_four("a100-80g", "float8", activations, 2048).as_text() or ""
+    assert text.count(triton_kernels.TARGET) == 2 * (5 + 4)
+    assert "collective-permute" not in text
 
 
 def exchanges_of_two_layers(bucket: int, activations: Rules) -> list[overlap.Exchange]:
