@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32
 
 from jaxserve.models.products import BoundWeight, Quantized
 from jaxserve.runner import kv_cache
-from sharding.spec import ShardingSpec, partition
+from sharding.spec import ShardingSpec, partition, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,22 @@ class WeightParts:
         outputs, inputs = (kv_cache.over(self.mesh, target) for target in (*self.places.values, None, None)[:2])
         # Devices with parts of the matrix need all tokens. Their sums are scattered as the hidden states are split.
         rows = () if {*outputs, *inputs} & {*self.tokens} else self.tokens
-        scattered = [inputs == self.tokens, inputs == self.embed and not outputs] if inputs else [False, False]
+        scattered, made = None, partition(rows, outputs)
+        if inputs and inputs == self.tokens:
+            scattered, made = 0, partition(inputs, outputs)
+        elif inputs and inputs == self.embed and not outputs and matrix.shape[0] % parts(inputs, self.mesh.shape) == 0:
+            scattered, made = 1, partition(rows, inputs)
 
         def here(x: jax.Array, matrix: Quantized) -> jax.Array:
             y = product(x, matrix)
             if not inputs:
                 return y
-            if any(scattered):
-                total = jax.lax.psum_scatter(
-                    y.astype(dtype), inputs, scatter_dimension=scattered.index(True), tiled=True
-                )
-            else:
-                total = jax.lax.psum(y.astype(dtype), inputs)
-            return total.astype(jnp.float32)
+            y = y.astype(dtype)
+            if scattered is None:
+                return jax.lax.psum(y, inputs).astype(jnp.float32)
+            return jax.lax.psum_scatter(y, inputs, scatter_dimension=scattered, tiled=True).astype(jnp.float32)
 
         given = partition(rows, inputs), self.places
-        made = partition(inputs if scattered[0] else rows, inputs if scattered[1] else outputs)
         return jax.shard_map(here, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)(x, matrix)
 
 
@@ -82,7 +82,7 @@ def divided(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: st
     def of(weight: Any, described: Any) -> Any:
         if not isinstance(weight, BoundWeight) or not isinstance(described, Quantized) or len(weight.shape) != 2:
             return weight
-        parts = WeightParts(mesh, jax.tree.map(lambda leaf: spec.gathered(leaf.sharding.spec), described), **hidden)
-        return BoundWeight(weight.matrix, replace(weight.matmul, parts=parts))  # type: ignore[type-var]
+        own = WeightParts(mesh, jax.tree.map(lambda leaf: spec.gathered(leaf.sharding.spec), described), **hidden)
+        return BoundWeight(weight.matrix, replace(weight.matmul, parts=own))  # type: ignore[type-var]
 
     return jax.tree.map(of, layers, held)

@@ -26,8 +26,9 @@ def described(matrix: Quantized, on: jax.sharding.Mesh, *targets: Target) -> Qua
 def multiplied(x: jax.Array, matrix: Quantized, spec: ShardingSpec, *targets: Target) -> tuple[jax.Array, list]:
     """The product over six devices, and the shapes of what each multiplies: x, values and scales."""
     on = meshes.make_mesh({"x": 2, "y": 3})
-    bound = bind({"kernel": matrix, "bias": jnp.zeros(24)}, matmul.DeviceProducts(native=None))
-    shapes = {"kernel": described(matrix, on, *targets), "bias": jnp.zeros(24)}
+    bias = jnp.zeros(matrix.shape[0])
+    bound = bind({"kernel": matrix, "bias": bias}, matmul.DeviceProducts(native=None))
+    shapes = {"kernel": described(matrix, on, *targets), "bias": bias}
     weight = weight_parts.divided(bound, shapes, on, spec, "gpu")["kernel"]
     seen = []
 
@@ -70,6 +71,7 @@ def test_parts_multiply_as_one_device(targets, part, zeros):
         ({"activations": {"embed": "y"}}, ("y", None), 6, (8, 192), (6, 8)),
         ({"activations": {"embed": "y"}}, (None, "y"), 6, (24, 64), (6, 8)),
         ({"activations": {"tokens": "x", "embed": "y"}}, (None, "y"), 3, (24, 64), (3, 8)),
+        ({"activations": {"embed": ("x", "y")}}, (None, ("x", "y")), 6, (24, 32), (6, 4)),
         ({"gather": ("y",)}, ("x", "y"), 6, (12, 192), (6, 12)),
     ],
     ids=str,
@@ -79,6 +81,12 @@ def test_parts_follow_how_hidden_states_are_split(changes, targets, tokens, part
     found, seen = multiplied(x, matrix, dataclasses.replace(BLOOM, **changes), *targets)
     assert seen == [((tokens, part[1]), part, (part[0], part[1] // 32))]
     assert found.sharding.shard_shape(found.shape) == made
+
+
+def test_outputs_that_do_not_divide_stay_whole():
+    x, matrix = jax.random.normal(jax.random.key(0), (6, 192)), draw_int4(25, 192, 32, "float32", zeros=True)
+    found, _ = multiplied(x, matrix, dataclasses.replace(BLOOM, activations={"embed": "y"}), None, "y")
+    assert found.sharding.is_fully_replicated
 
 
 def test_other_products_are_left_to_the_compiler():
