@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -95,17 +97,19 @@ BY_TOKENS = {"all-gather": 2 * 2 + 2, "reduce-scatter": 2 * 2 + 2, "all-reduce":
 BY_EMBED = {"all-gather": 2 * 2 + 1, "reduce-scatter": 2 * 2 + 1, "all-reduce": 2 * 2 + 1}  # of the norms
 
 
-def compiled_over_four(device: str, quantize: str, activations: Rules, bucket: int) -> jax.stages.Compiled:
-    """Two layers of Llama-3-8B."""
+def compiled_over_four(
+    device: str, quantize: str, bucket: int, mesh: str = "tensor=4", **changes: Any
+) -> jax.stages.Compiled:
+    """Two layers of Llama-3-8B; `changes` are those of its spec."""
     name, config = model_catalog.find("llama-3-8b")
     deployment = Deployment(
         name=name,
         config=replace(config, num_layers=2),
         topology=devices.parse(f"{device}:4"),
         engine=EngineConfig(
-            tensor=4, quantize=quantize, max_rows=16, buckets=(bucket,), max_context=2048, slots=16 * 2048
+            mesh=mesh, quantize=quantize, max_rows=16, buckets=(bucket,), max_context=2048, slots=16 * 2048
         ),
-        spec=replace(specs.default(config.family), activations=activations),
+        spec=replace(specs.default(config.family), **changes),
     )
     (stage,) = programs(deployment, targets.devices_of(deployment.topology))
     with targets.lowering(stage.mesh):
@@ -130,7 +134,7 @@ def test_weights_over_several_gpus_stay_narrow(
 ) -> None:
     """Each device's kernels read its parts. Nothing beside arguments and results has space for a widened one."""
     with triton_kernels.compiled() as made:
-        program = compiled_over_four(device, quantize, activations, 16)
+        program = compiled_over_four(device, quantize, 16, activations=activations)
     text, temporaries = program.as_text() or "", program.memory_analysis().temp_size_in_bytes
     tell(
         "2 layers of llama-3-8b over 4 GPUs",
@@ -148,9 +152,25 @@ def test_weights_over_several_gpus_stay_narrow(
 @pytest.mark.parametrize("activations", [{}, {"tokens": "tensor"}], ids=str)
 def test_prompts_by_weights_over_several_gpus(activations) -> None:
     """Kernels multiply by narrow weights in place of a ring, which would widen them in memory first."""
-    text = compiled_over_four("a100-80g", "float8", activations, 2048).as_text() or ""
+    text = compiled_over_four("a100-80g", "float8", 2048, activations=activations).as_text() or ""
     assert text.count(triton_kernels.TARGET) == 2 * (5 + 4)
     assert "collective-permute" not in text
+
+
+def test_gathered_weights_stay_narrow() -> None:
+    """int4 values travel as packed half bytes, and no matrix is widened."""
+    rules = {**specs.default("llama").rules, "embed": "fsdp"}
+    program = compiled_over_four("h200", "int4", 16, mesh="fsdp=2,tensor=2", rules=rules, gather=("fsdp",))
+    text = program.as_text() or ""
+    large = {
+        (opcode, dtype)
+        for result, opcode in re.findall(r" = (\(.*?\)|\S+) ([\w-]+)\(", text)
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", result)
+        if math.prod(map(int, dims.split(","))) >= 2**21 and dims.count(",") < 3  # the pool has four axes
+    }
+    assert ("all-gather-done", "s8") in large
+    assert {dtype for _, dtype in large} == {"s4", "s8", "u8"}
+    assert text.count(triton_kernels.TARGET) == 2 * (5 + 3)
 
 
 def exchanges_of_two_layers(bucket: int, activations: Rules) -> list[overlap.Exchange]:
