@@ -16,8 +16,8 @@ class SamplerVariant(enum.IntEnum):
     """The sampler program that a plan needs: that of its most demanding row."""
 
     PLAIN = 0  # greedy decoding and temperature only
-    TRUNCATED = 1  # some row drops unlikely tokens (`SamplingParams.is_truncated`)
-    FULL = 2  # some row has penalties or a bias, or wants alternatives reported
+    TRUNCATED = 1  # some row has top_k, top_p or min_p
+    FULL = 2  # some row has typical_p, penalties or a bias, or wants alternatives reported
     CONSTRAINED = 3  # some row has a grammar: as FULL, and takes a mask of the tokens that each row may have
 
 

@@ -180,6 +180,11 @@ class SamplingParams:
         """Whether unlikely tokens are dropped before sampling; never for a greedy request."""
         return self.temperature > 0 and any(getattr(self, name) != default for name, default in _TRUNCATING)
 
+    @property
+    def is_typical(self) -> bool:
+        """Whether typical_p drops tokens before sampling; never for a greedy request."""
+        return self.temperature > 0 and self.typical_p < 1
+
 
 SAMPLING_PARAMS = params(SamplingParams)  # the fields that a caller can set
 _TRUNCATING = tuple((name, each.default) for name, each in SAMPLING_PARAMS.items() if each.truncates)

@@ -164,13 +164,14 @@ def sample(
         temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
         weigh = partial(_weigh, peak, temperature)
         if variant != SamplerVariant.PLAIN:
-            floor = _smallest_kept(adjusted, peak, temperature, rows)
-            typical_p = jnp.where(rows.temperature > 0, rows.typical_p, 1.0)[:, None]
-            floor, ceiling = compute_if(
-                (typical_p < 1).any(),
-                partial(_typical_bounds, adjusted, peak, temperature, floor, typical_p),
-                (floor, jnp.full_like(floor, jnp.inf)),
-            )
+            floor, ceiling = _smallest_kept(adjusted, peak, temperature, rows), jnp.full_like(peak, jnp.inf)
+            if variant >= SamplerVariant.FULL:
+                typical_p = jnp.where(rows.temperature > 0, rows.typical_p, 1.0)[:, None]
+                floor, ceiling = compute_if(
+                    (typical_p < 1).any(),
+                    partial(_typical_bounds, adjusted, peak, temperature, floor, typical_p),
+                    (floor, ceiling),
+                )
             weigh = partial(_weigh_kept, weigh, floor, ceiling)
         drawn = draw(adjusted, weigh, uniform(rows.seed, rows.sample_index, positions))
         # A row with NaN or +inf among its logits, or nothing but -inf, has no distribution to draw from.

@@ -118,7 +118,7 @@ class RequestState:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         if sampling.grammar is not None:
             variant = SamplerVariant.CONSTRAINED
-        elif sampling.is_penalised or sampling.logprobs:
+        elif sampling.is_penalised or sampling.is_typical or sampling.logprobs:
             variant = SamplerVariant.FULL
         else:
             variant = SamplerVariant.TRUNCATED if sampling.is_truncated else SamplerVariant.PLAIN

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.iteration import SamplerVariant
 from jaxserve.planning import compiled, hlo, model_catalog, overlap, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner import compiler_options
@@ -171,6 +172,27 @@ def test_gathered_weights_stay_narrow() -> None:
     assert ("all-gather-done", "s8") in large
     assert {dtype for _, dtype in large} == {"s4", "s8", "u8"}
     assert text.count(triton_kernels.TARGET) == 2 * (5 + 3)
+
+
+def test_samplers_write_no_probabilities(tell) -> None:
+    """For 128 rows of 250,880 logits, 122 MiB."""
+    name, config = model_catalog.find("bloom-560m")
+    deployment = Deployment(
+        name=name,
+        config=replace(config, num_layers=1),
+        topology=devices.parse("h200:1"),
+        engine=EngineConfig(max_rows=128, buckets=(128,), max_context=2048, slots=128 * 256),
+        spec=specs.default(config.family),
+    )
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
+    sizes = {}
+    for variant in SamplerVariant:
+        with targets.lowering(stage.mesh):
+            lowered = stage.lower_choose(128, variant)
+        program = lowered.compile(compiler_options.of("gpu", absent=True))
+        sizes[variant.name] = program.memory_analysis().temp_size_in_bytes / 2**20
+    tell("samplers of 250,880 tokens on h200", rows=128, **{name: f"{size:.1f} MiB" for name, size in sizes.items()})
+    assert max(sizes["PLAIN"], sizes["TRUNCATED"]) < 8
 
 
 def exchanges_of_two_layers(bucket: int, activations: Rules) -> list[overlap.Exchange]:

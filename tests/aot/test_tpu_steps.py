@@ -172,7 +172,7 @@ def test_steps_of_published_models(tell, hold, name, topology, tokens, kept):
 
 @pytest.mark.parametrize(("topology", "rows"), [("v5e:1x1", 8), ("v6e:1x1", 128)])
 def test_samplers_read_logits_as_they_lie(tell, topology, rows):
-    """No program for whole rows of tiles copies them, and the plainest writes nothing of their size."""
+    """No program for whole rows of tiles copies them, or writes anything of their size."""
     deployment = Deployment(
         name="bloom-560m",
         config=models.parse_config(BLOOM_176B | {"n_layer": 1, "hidden_size": 1024, "n_head": 16}),
@@ -190,7 +190,7 @@ def test_samplers_read_logits_as_they_lie(tell, topology, rows):
         assert not [each for each in copies if 4 * math.prod(map(int, each.split(","))) >= logits]
         temporaries[variant.name] = program.memory_analysis().temp_size_in_bytes
     assert temporaries["PLAIN"] < 2**20
-    assert temporaries["TRUNCATED"] < 2.1 * logits
+    assert temporaries["TRUNCATED"] < 2**23
     sizes = {name: f"{size / 2**20:.1f} MiB" for name, size in {"logits": logits, **temporaries}.items()}
     tell("samplers of 250,880 tokens", devices=topology, rows=rows, **sizes)
 

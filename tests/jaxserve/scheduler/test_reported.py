@@ -27,6 +27,13 @@ def test_the_sampler_is_the_most_demanding_row_that_samples():
     assert step(made)[0].sampler is SamplerVariant.PLAIN
 
 
+@pytest.mark.parametrize(("temperature", "variant"), [(1.0, SamplerVariant.FULL), (0.0, SamplerVariant.PLAIN)])
+def test_typical_p_takes_the_full_sampler(temperature, variant):
+    made = scheduler()
+    made.submit(request("a", 2, temperature=temperature, typical_p=0.5))
+    assert step(made)[0].sampler is variant
+
+
 @pytest.mark.parametrize(("asked", "full"), [(None, False), (0, False), (2, True)])
 def test_logprobs(asked, full):
     made = scheduler()
