@@ -85,8 +85,8 @@ class DeviceProducts:
         self, x: jax.Array, matrix: jax.Array | Quantized, dtype: DTypeLike, shape: tuple[int, ...]
     ) -> jax.Array:
         """The product in this shape, or as float32[T, out]."""
-        by_kernel = isinstance(matrix, Quantized) and self._kernel_gpu(matrix) is not None
-        if self.ring is not None and not by_kernel and self.ring.pays(len(x)):
+        has_kernel = isinstance(matrix, Quantized) and self._kernel_gpu(matrix) is not None
+        if self.ring is not None and not has_kernel and self.ring.pays(len(x)):
             return self.ring(x, matrix, dtype)
         if isinstance(matrix, Quantized):
             y = None if self.native is None else product.multiply_quantized(x, *matrix)
