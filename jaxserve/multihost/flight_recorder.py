@@ -21,7 +21,8 @@ import numpy as np
 from jaxserve.iteration import IterationResult
 from jaxserve.multihost import control_pb2 as pb
 
-VERSION = 1
+# Of what a record's bytes mean. Version 1 named the truncated sampler for rows with typical_p, which leaves it out now.
+VERSION = 2
 _MOST_BYTES = 64 * 2**20  # of plans in the ring
 
 

@@ -165,8 +165,13 @@ def test_a_file_is_read_as_it_was_written(ring, tmp_path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ValueError, match="is not a flight record, or was cut short"):
         flight_recorder.read(path)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="version 0"):
+
+
+@pytest.mark.parametrize("version", [0, 1, flight_recorder.VERSION + 1])
+def test_a_record_of_another_version_is_refused(version, tmp_path) -> None:
+    path = tmp_path / "of another version"
+    path.write_bytes(pb.Recording(version=version, reason="a test").SerializeToString())
+    with pytest.raises(ValueError, match=f"version {version}; only version {flight_recorder.VERSION} can be read"):
         flight_recorder.read(path)
 
 
