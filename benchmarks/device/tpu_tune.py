@@ -1,4 +1,4 @@
-"""Times tile sizes of the TPU kernels on this TPU and prints the table `cuts.MEASURED`.
+"""Times tile sizes of the TPU kernels on this TPU and prints the table `cuts.TABLE`.
 
 python -m benchmarks.device.tpu_tune [--heads 7 --kv-heads 7 --head-dim 128 --pool bfloat16]
 """
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer = seconds) -> None
         shapes = [(asked.heads, asked.kv_heads or asked.heads, asked.head_dim, asked.pool)]
     for each in shapes:
         shape = shape_of(*each, device.device_kind)
-        print(f"    {cuts.key(shape)}: {best(shape, timer)},", flush=True)
+        print(f"    {cuts.entry(shape, best(shape, timer))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from jaxserve.models.products import Quantized
 from jaxserve.planning import targets
 from jaxserve.runner import compiler_options, matmul
 from pallas_kernels.api import AttentionBatch, AttentionShape
-from pallas_kernels.tpu import BACKEND, cuts
+from pallas_kernels.tpu import BACKEND, TpuBackend, cuts
 from pallas_kernels.tpu.layout import round_up
 from sharding import devices
 from tests.aot import bundles, tpus
@@ -53,15 +53,17 @@ CASES = (
 )
 
 
-def compiled_attention(device, shape: AttentionShape, n_tokens: int, rows: int, n_blocks: int):
+def compiled_attention(
+    device, shape: AttentionShape, n_tokens: int, rows: int, n_blocks: int, backend: TpuBackend = BACKEND
+):
     place = SingleDeviceSharding(device)
 
     def like(sizes, dtype=jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
     def step(q, k, v, pool, batch, slopes):
-        meta = BACKEND.prepare(batch, shape)
-        return BACKEND.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=shape.head_dim**-0.5)
+        meta = backend.prepare(batch, shape)
+        return backend.attend(q, k, v, pool, meta, shape, slopes=slopes, scale=shape.head_dim**-0.5)
 
     q = like((n_tokens, shape.num_heads, shape.head_dim), shape.dtype)
     k = like((n_tokens, shape.num_kv_heads, shape.head_dim), shape.dtype)
@@ -132,6 +134,24 @@ def test_the_kernels_compile(tell, hold, code, generation, heads, kv_heads, dim,
         for kernel, figures in {"decodes": decodes, "prompts": prompts}.items():
             tell(f"code of the kernel of {kernel}; a bundle is a cycle", device=generation, **figures)
             hold(f"{generation}, kernel of {kernel}", figures)
+
+
+@pytest.mark.parametrize("key", cuts.TABLE, ids=lambda key: "-".join(map(str, key)).replace(" ", "-"))
+def test_sizes_of_the_table_compile(key):
+    device = targets.devices_of(devices.parse(tpus.GENERATIONS[key.chip]))[0]
+    heads, dtype = key.lanes // key.head_dim, jnp.dtype(key.pool_dtype)
+    shape = AttentionShape(
+        num_heads=heads * key.group,
+        num_kv_heads=heads,
+        head_dim=key.head_dim,
+        dtype=jnp.dtype("bfloat16"),
+        pool_dtype=dtype,
+        alibi=True,
+        max_rows=512,
+        device_kind=device.device_kind,
+    ).with_blocks(128, 32768)
+    assert cuts.key(shape) == key
+    compiled_attention(device, shape, 2048, 512, 64)
 
 
 def code_of_decodes(code: Path, shape: AttentionShape, n_tokens: int) -> dict[str, float]:

@@ -113,7 +113,8 @@ def test_answers_are_those_of_the_dense_model(one_group) -> None:
         )
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [1, 2])
 def test_layers_with_a_window_hold_less_and_plan_says_so(stages) -> None:
     settings = {"attention": "xla", "stages": stages, "layers_per_stage": None if stages == 1 else (1, 3)}
     engine = make(**settings)

@@ -43,6 +43,7 @@ def test_a_capture_is_written_when_the_engine_ends(tmp_path: Path) -> None:
     assert written(tmp_path / "none") == 0
 
 
+@pytest.mark.long
 def test_a_capture_that_nobody_stops_ends_by_itself(tmp_path: Path) -> None:
     ended, told = threading.Event(), []
 

@@ -62,10 +62,9 @@ def opcodes(program) -> Counter:
     return Counter((re.sub(r"\[\d+,4,", "[blocks,4,", shape), opcode) for shape, opcode in lines)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    "pool_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.long) for name in ("float32", "bfloat16"))]
-)
+@pytest.mark.parametrize("pool_dtype", ["int8", "float32", "bfloat16"])
 def test_a_donated_pool_is_never_copied(pool_dtype):
     program, pools = compiled(pool_dtype, n_blocks=MANY_BLOCKS)
     leaves = jax.tree.leaves(pools)
@@ -111,8 +110,9 @@ def test_cost_does_not_depend_on_the_size_of_the_pool(pool_dtype):
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("pool_dtype", ["float32", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("pool_dtype", ["float32", "int8"])
 def test_no_value_is_as_long_as_the_window(pool_dtype):
     """Keys, scores and the like are made block by block; the window occurs in tables only."""
     program, _ = compiled(pool_dtype)

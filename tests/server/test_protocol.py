@@ -84,6 +84,7 @@ def test_wheel_imports_engine_and_protocol_side_by_side(wheel: Path, tmp_path: P
     assert prompt == "a"
 
 
+@pytest.mark.long
 def test_wheel_benchmarks_need_no_checkout(wheel: Path, tmp_path: Path) -> None:
     """Runs `jaxserve bench` from the wheel, in a process that cannot see the checkout."""
     benchmarks = ("", "offline", "serve", "step", "accuracy")

@@ -149,6 +149,7 @@ def test_experts_of_some_layers_lie_otherwise(tmp_path) -> None:
     assert planned.count_kinds(found) == {"all-reduce": 2 * 2 + 1}
 
 
+@pytest.mark.long
 def test_answers_do_not_depend_on_rules(tmp_path) -> None:
     rules = """
         [mesh]

@@ -60,7 +60,7 @@ class Held:
         monkeypatch.setattr(masks.GrammarState, "update_mask", slowly)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_late_mask_delays_its_own_request_only(params, alone, monkeypatch, stages) -> None:
     held, engine = Held(monkeypatch), make_engine(params, tokenizer=TOKENIZER, stages=stages)
     answers, plain = Answers(), [request for _, request in traffic(12)]

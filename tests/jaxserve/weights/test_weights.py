@@ -176,10 +176,9 @@ print("equal")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "entries",
-    [GPT2 | UNTIED, *(pytest.param(each, marks=pytest.mark.long) for each in (BLOOM, GPT_NEOX, OPT | NARROW))],
-    ids=lambda entries: entries["model_type"],
+    "entries", [GPT2 | UNTIED, BLOOM, GPT_NEOX, OPT | NARROW], ids=lambda entries: entries["model_type"]
 )
 def test_weights_split_over_eight_devices_equal_the_whole(tmp_path, entries):
     heads = {"n_head": 8, "num_attention_heads": 8}
@@ -200,9 +199,8 @@ print(peak - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
 """
 
 
-@pytest.mark.parametrize(
-    ("entries", "dtype"), [(GPT2, "bfloat16"), pytest.param(BLOOM, "float32", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("entries", "dtype"), [(GPT2, "bfloat16"), (BLOOM, "float32")])
 def test_loading_takes_little_memory_beside_the_weights(tmp_path, entries, dtype):
     sizes = {"vocab_size": 40_000, "hidden_size": 768, "n_embd": 768, "n_head": 12, "n_layer": 4, "n_positions": 64}
     config = models.parse_config(entries | sizes)
