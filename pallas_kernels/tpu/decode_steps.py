@@ -117,45 +117,66 @@ class DecodeSteps(NamedTuple):
             column += lax.div(self.kv_lens[row] - self.length(row), self.shape.block_size)
         return self.tables[row * self.shape.max_blocks + column] + self.first_block[0]
 
-    def used(self, row, column):
-        """Slots of a block up to the row's last, in whole memory tiles.
-
-        Of a block that devices share, each copies its part as a whole.
-        """
+    def used(self, positions, blocks):
+        """Slots here of so many blocks that hold the next positions of a row, in whole memory tiles."""
         size, tile = self.shape.block_size, slot_tile(self.shape.pool_dtype)
-        if self.shape.slot_parts > 1:
-            return self.shape.local_slots
-        rest = jnp.minimum(self.length(row) - column * size, size)
-        return pl.multiple_of((rest + tile - 1) & -tile, tile)
+        positions = jnp.minimum(positions, blocks * size)
+        if self.shape.slot_parts > 1:  # of a block that devices share, each copies its part as a whole
+            return pl.multiple_of(lax.div(positions + size - 1, size) * self.shape.local_slots, tile)
+        return pl.multiple_of((positions + tile - 1) & -tile, tile)
 
-    def each_copy(self, side, row, step, unit, act):
-        """Call `act` with every copy that fetches a unit."""
-        size, local = self.shape.block_size, self.shape.local_slots
-        kv_buf, scale_buf = self.scratch.blocks
+    def fetch(self, side, row, step, unit):
+        """Start the copies of a unit's blocks."""
+        (kv_buf, scale_buf), sem = self.scratch.blocks, self.scratch.block_sems.at[side, unit]
+        local, blocks = self.shape.local_slots, self.slots // self.shape.local_slots
+        positions = self.length(row) - step * self.span
 
-        for b in range(self.slots // local):
-            column = step * (self.slots // local) + b
-
-            needed = (row < self.high) & (column * size < self.length(row)) if b else row < self.high  # one at least
+        for b in range(blocks):
+            rest = positions - b * self.shape.block_size
+            needed = (row < self.high) & (rest > 0) if b else row < self.high  # one at least
 
             @pl.when(needed)
-            def _(b=b, column=column):
-                block, used = self.block_of(row, column), self.used(row, column)
-                sem = self.scratch.block_sems.at[side, unit]
+            def _(b=b, rest=rest):
+                block, used = self.block_of(row, step * blocks + b), self.used(rest, 1)
                 source, place = self.pool.kv.at[block, :, pl.ds(0, used)], pl.ds(b * local, used)
-                act(pltpu.make_async_copy(source, kv_buf.at[side, unit, :, place], sem))
+                pltpu.make_async_copy(source, kv_buf.at[side, unit, :, place], sem).start()
                 if self.pool.scales is not None:
-                    act(pltpu.make_async_copy(self.pool.scales.at[block], scale_buf.at[side, unit, b], sem))
+                    pltpu.make_async_copy(self.pool.scales.at[block], scale_buf.at[side, unit, b], sem).start()
+
+    def wait(self, side, row, step, unit):
+        """Wait for all copies of a unit. Their semaphore counts bytes, whatever copies bring them."""
+        (kv_buf, scale_buf), sem = self.scratch.blocks, self.scratch.block_sems.at[side, unit]
+        size, blocks = self.shape.block_size, self.slots // self.shape.local_slots
+
+        @pl.when(row < self.high)
+        def _():
+            positions = self.length(row) - step * self.span
+            copied = kv_buf.at[side, unit, :, pl.ds(0, self.used(positions, blocks))]
+            pltpu.make_async_copy(copied, copied, sem).wait()
+            if scale_buf is not None:
+                copied = scale_buf.at[side, unit, pl.ds(0, lax.div(jnp.minimum(positions, self.span) + size - 1, size))]
+                pltpu.make_async_copy(copied, copied, sem).wait()
 
     def start(self, side, row, step):
         """Start the copies of a step; returns its units and the one after them."""
         started = []
         for unit in range(self.units):
-            self.each_copy(side, row, step, unit, lambda copy: copy.start())
+            self.fetch(side, row, step, unit)
             started.append((row, step))
             row, step = self.after(row, step)
         self.more_tokens(started, lambda copy: copy.start())
         return started, (row, step)
+
+    def each_end(self, units, after, act):
+        """Call act(row, its last step, unit) for the rows that end in a step; `after` is the unit after the step's."""
+        row, step = units[0]
+
+        def of_row(row, first):
+            last = lax.div(self.length(row) - 1, self.span)
+            act(row, last, first + last)
+            return first + last + 1
+
+        lax.fori_loop(row, after[0], of_row, -step)
 
     def held(self, position):
         """A position's slot here, or one of its block; that or -1; and the slots up to the position."""

@@ -253,31 +253,21 @@ class _DecodeKernel:
             side = lax.rem(i, 2)
             following, cursor = steps.start(1 - side, *cursor)
             for unit, (row, step) in enumerate(here):
-                steps.each_copy(side, row, step, unit, lambda copy: copy.wait())
+                steps.wait(side, row, step, unit)
             steps.more_tokens(here, lambda copy: copy.wait())
             lax.fori_loop(*steps.begun(here), take, None)
-            for unit, (row, step) in enumerate(here):
-                if window is not None:
-                    pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
-                ends = (row < high) & ((step + 1) * span >= steps.length(row))
+            for unit, (row, step) in enumerate(here if window is not None else ()):
+                pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
 
-                @pl.when(ends & (row - low >= rings))
-                def _(row=row):
-                    steps.of_new(row - rings, lambda copy: copy.wait())
+            def end(row, step, unit):
+                pl.when(row - low >= rings)(lambda: steps.of_new(row - rings, lambda copy: copy.wait()))
+                add_token(side, row, step, unit)
 
-                @pl.when(ends)
-                def _(row=row, step=step, unit=unit):
-                    add_token(side, row, step, unit)
-
+            steps.each_end(here, following[0], end)
             masks = [query_lanes(place, shape) for place in groups]
             for which, mask in enumerate(masks):
                 add_units(side, here, which, mask)
-            for unit, (row, step) in enumerate(here):
-
-                @pl.when((row < high) & ((step + 1) * span >= steps.length(row)))
-                def _(row=row, unit=unit):
-                    finish(row, unit, masks)
-
+            steps.each_end(here, following[0], lambda row, _, unit: finish(row, unit, masks))
             return following, cursor
 
         n_units = bounds[chip(shape).cores + 1 + core]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from benchmarks.device import tpu_tune
@@ -82,6 +81,8 @@ def test_decodes_ask_for_the_memory_of_their_buffers():
 def test_of_a_rows_last_block_what_is_used_is_copied(pool, slots):
     one = shape(7, pool).with_blocks(128, 2048)
     bare = dict.fromkeys(DecodeSteps._fields)
-    steps = DecodeSteps(**bare | {"shape": one, "kv_lens": np.array([300])})
-    assert [int(steps.used(0, column)) for column in range(3)] == [128, 128, slots]
-    assert steps._replace(shape=dataclasses.replace(one, slot_parts=2)).used(0, 2) == 64
+    steps = DecodeSteps(**bare | {"shape": one})
+    assert [int(steps.used(300 - first, 1)) for first in (0, 128, 256)] == [128, 128, slots]
+    assert [int(steps.used(300, blocks)) for blocks in (1, 2, 4)] == [128, 256, 256 + slots]
+    steps = steps._replace(shape=dataclasses.replace(one, slot_parts=2))
+    assert [int(steps.used(300, blocks)) for blocks in (1, 2, 4)] == [64, 128, 192]
