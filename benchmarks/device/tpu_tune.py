@@ -79,6 +79,7 @@ def best(shape: AttentionShape, timer: Timer) -> Cut:
     for loads, names in ((DECODING, ("units", "unit_slots")), (PROMPTING, ("tile", "tile_slots"))):
         varied = {tuple(getattr(cut, name) for name in names) for cut in candidates(shape)}
         ways = [found._replace(**dict(zip(names, values, strict=True))) for values in sorted(varied)]
+        ways = [cuts.fitted(way, shape, 2**20) for way in ways]
         timed = list(_timed(shape, ways, loads, timer))
         if not timed:
             raise ValueError(f"no cut of {shape} compiles")

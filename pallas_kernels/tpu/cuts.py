@@ -1,5 +1,6 @@
-"""Tile sizes of the TPU kernels, by device and shape: a table, and a rule for shapes that are not in it.
+"""Tile sizes of the TPU kernels, by device and shape.
 
+They are in a table; a rule covers shapes that are not in it.
 `python -m tests.aot.tune` estimates the table from the kernels' code. `python -m benchmarks.device.tpu_tune` measures
 it on a TPU.
 """
@@ -114,7 +115,7 @@ def cut(shape: AttentionShape, n_tokens: int) -> Cut:
 
 
 def fitted(wanted: Cut, shape: AttentionShape, n_tokens: int) -> Cut:
-    """The same sizes in whole blocks, with tiles no larger than the bucket, and joint parts no larger than a step."""
+    """The same sizes in whole blocks, with tiles that fit the bucket and parts that fit a step."""
     size = shape.local_slots
     tile_slots = max(1, wanted.tile_slots // size) * size
     return wanted._replace(

@@ -168,7 +168,11 @@ class DecodeSteps(NamedTuple):
         return started, (row, step)
 
     def each_end(self, units, after, act):
-        """Call act(row, its last step, unit) for the rows that end in a step; `after` is the unit after the step's."""
+        """Call act(row, its last step, unit) for the rows that end in a step.
+
+        Args:
+          after: the unit after the step's.
+        """
         row, step = units[0]
 
         def of_row(row, first):

@@ -256,8 +256,9 @@ class _DecodeKernel:
                 steps.wait(side, row, step, unit)
             steps.more_tokens(here, lambda copy: copy.wait())
             lax.fori_loop(*steps.begun(here), take, None)
-            for unit, (row, step) in enumerate(here if window is not None else ()):
-                pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
+            if window is not None:
+                for unit, (row, step) in enumerate(here):
+                    pl.when((row < high) & (step == 0))(partial(clear_unseen, side, row, unit))
 
             def end(row, step, unit):
                 pl.when(row - low >= rings)(lambda: steps.of_new(row - rings, lambda copy: copy.wait()))

@@ -29,7 +29,7 @@ def test_cuts_are_whole_blocks_and_fit(heads, pool, device, mib):
 
 
 def test_shapes_of_the_table_are_cut_by_it(monkeypatch):
-    measured = Cut(units=2, unit_slots=256, tile=512, tile_slots=512, part_rows=256, part_slots=512, joint_parts=2)
+    measured = Cut(units=2, unit_slots=256, tile=512, tile_slots=1024, part_rows=256, part_slots=512, joint_parts=2)
     monkeypatch.setattr(cuts, "TABLE", {cuts.key(shape()): measured})
     assert cuts.cut(shape(), 4096) == measured
     assert cuts.cut(shape(), 100).tile == 112
