@@ -124,6 +124,15 @@ def test_sums_by_product(harness):
     assert mixed(h)
 
 
+@pytest.mark.interpret
+def test_copies_of_scales_are_waited_for(harness, capfd):
+    """The interpreter says at a kernel's end if a semaphore counts bytes that nobody waited for."""
+    sizes = {"heads": 2, "dim": 64, "block": 32, "bucket": 6 * 32, "pool": "int8"}
+    assert mixed(harness(TpuBackend(cut=small(32), interpret=LATE), dtype="bfloat16", **sizes))
+    told = "".join(capfd.readouterr())
+    assert "non-zero count" not in told
+
+
 class Unwaited:
     """A copy that nobody waits for."""
 
