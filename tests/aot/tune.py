@@ -37,7 +37,7 @@ PROMPTS = (*PROMPTING, TuningLoad(decodes=0, context=4096, prompts=1, length=102
 WORTH = 0.97
 
 
-class Code(NamedTuple):
+class StepCode(NamedTuple):
     """Bundles of the code of a step.
 
     Attributes:
@@ -62,11 +62,12 @@ class Core(NamedTuple):
     @classmethod
     def of(cls, name: str, shape: AttentionShape) -> Core:
         device, cores = devices.DEVICES[name], chip(shape).cores
-        clock = device.flops["bfloat16"] / cores / (524_288 if chip(shape).is_wide else 131_072)
+        of_cycle = 524_288 if chip(shape).is_wide else 131_072  # operations of its matrix units
+        clock = device.flops["bfloat16"] / cores / of_cycle
         return cls(device.bandwidth / cores / clock, cores)
 
 
-def decode_cycles(shape: AttentionShape, cut: Cut, code: Code, load: TuningLoad, core: Core) -> float:
+def decode_cycles(shape: AttentionShape, cut: Cut, code: StepCode, load: TuningLoad, core: Core) -> float:
     """Cycles of a core's rows, each of which decodes a token at `load.context`."""
     rows = -(-load.decodes // core.cores)
     steps = -(-rows * -(-load.context // cut.unit_slots) // cut.units)
@@ -74,7 +75,7 @@ def decode_cycles(shape: AttentionShape, cut: Cut, code: Code, load: TuningLoad,
     return copies / steps + max(steps * code.decodes, copies)
 
 
-def prompt_cycles(shape: AttentionShape, cut: Cut, code: Code, load: TuningLoad, core: Core) -> float:
+def prompt_cycles(shape: AttentionShape, cut: Cut, code: StepCode, load: TuningLoad, core: Core) -> float:
     """Cycles of the core with the most.
 
     The order is the kernel's: tiles, chunks, steps, parts (`prompts.add_step`).
@@ -97,7 +98,7 @@ def prompt_cycles(shape: AttentionShape, cut: Cut, code: Code, load: TuningLoad,
     return max(of_core) * shape.num_kv_heads
 
 
-def _cycles(first: int, end: int, slots: int, cut: Cut, code: Code) -> int:
+def _cycles(first: int, end: int, slots: int, cut: Cut, code: StepCode) -> int:
     """Bundles for a part's tokens at positions from `first` to `end`, counted from the step's first slot."""
     cycles, j, most = 0, 0, min(cut.joint_parts, cut.tile_slots // slots)
     while j * slots < min(end, cut.tile_slots):
@@ -108,7 +109,7 @@ def _cycles(first: int, end: int, slots: int, cut: Cut, code: Code) -> int:
     return cycles
 
 
-class Subject:
+class TunedKernels:
     """The kernels of a shape for a TPU generation, compiled into `folder`."""
 
     def __init__(self, name: str, heads: int, kv_heads: int, dim: int, folder: Path) -> None:
@@ -127,7 +128,7 @@ class Subject:
         self.shape = shape.with_blocks(BACKEND.default_block_size(shape), CONTEXT)
         self.core, self.code = Core.of(name, self.shape), cache(self._code)
 
-    def _code(self, cut: Cut) -> Code | None:
+    def _code(self, cut: Cut) -> StepCode | None:
         """None if it does not compile."""
         for path in self.folder.iterdir():
             path.unlink()
@@ -139,7 +140,7 @@ class Subject:
         prompts = bundles.blocks(self.folder, "attention_prompts")
         alone, masked, *joint = sorted(block.bundles for block in prompts if block.products)
         around = sum(block.bundles for block in prompts if not block.products)
-        return Code(decodes, around, alone, masked, joint[0] if joint else alone)
+        return StepCode(decodes, around, alone, masked, joint[0] if joint else alone)
 
     def cycles(self, cut: Cut, load: TuningLoad) -> float:
         code, of_load = self.code(cut), decode_cycles if load.decodes else prompt_cycles
@@ -164,6 +165,7 @@ class Subject:
         return found, ratios
 
     def of_decodes(self, rule: Cut) -> Iterator[Iterable[dict[str, int]]]:
+        """Sizes to choose from: no fewer bytes in a step than the rule's, and at most twice as many."""
         most = cuts.buffer_bytes(self.shape) // (2 * cuts.slot_bytes(self.shape))
         yield [
             {"units": units, "unit_slots": slots}
@@ -172,6 +174,7 @@ class Subject:
         ]
 
     def of_prompts(self) -> Iterator[Iterable[dict[str, int]]]:
+        """Sizes to choose from, one after the other."""
         yield [{"tile": max(16, rows // self.shape.group // 16 * 16)} for rows in (512, 1024, 2048)]
         yield [{"part_rows": rows, "joint_parts": parts} for rows, parts in product((256, 512), (1, 2, 4))]
         yield [{"tile_slots": slots} for slots in (1024, 2048)]
@@ -183,10 +186,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     bundles.dump_to(folder)
     for name, size in product(parser.parse_args().generations, SHAPES):
-        subject = Subject(name, *size, folder)
-        best, (decodes, prompts) = subject.best()
+        kernels = TunedKernels(name, *size, folder)
+        best, (decodes, prompts) = kernels.best()
         entry = "#" if min(decodes, prompts) > WORTH else " "
-        print(f"  {entry} {cuts.entry(subject.shape, best)}  # {decodes:.2f}, {prompts:.2f}", flush=True)
+        print(f"  {entry} {cuts.entry(kernels.shape, best)}  # {decodes:.2f}, {prompts:.2f}", flush=True)
 
 
 if __name__ == "__main__":
