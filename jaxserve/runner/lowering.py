@@ -200,7 +200,7 @@ class StagePrograms:
             between=between if self.spec.activations else None,
             whole=whole if by_tokens or (is_ring and self.platform != "gpu") else None,
             gathered=self.gathered if self.spec.gather and not self.looped else None,
-            divided=self.divided if is_ring or self.platform == "gpu" else None,
+            divided=self.divided if is_ring or weight_parts.needed(self.params()["layers"], self.platform) else None,
             layout=layout,
             first_blocks=self.first_blocks(n_blocks),
         )

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from jaxserve.models import experts
-from jaxserve.models.products import Quantized, dot, widened
+from jaxserve.models.products import Quantized, dot, precision_for, widened
 from jaxserve.runner import cpu_products, expert_parts
 from jaxserve.runner.expert_parts import ExpertParts
 from jaxserve.runner.rings import Ring
@@ -157,6 +158,9 @@ class DeviceProducts:
         kernel = self._kernel_gpu(matrix)
         if matrix.group is not None:
             ways = {} if kernel is None else {"cuda": partial(self._by_parts, kernel, dtype=dtype)}
+            if not self._is_divided:
+                by_ones = partial(_dot_groups, dtype=dtype, widened=_widened_by_ones)
+                ways["tpu"] = partial(self._by_parts, by_ones, dtype=dtype)
             return jax.lax.platform_dependent(
                 x, matrix, cpu=cpu_products.multiply_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
             )
@@ -175,10 +179,14 @@ class DeviceProducts:
 
         return jax.lax.platform_dependent(x, matrix, cuda=by_kernel, default=by_compiler)
 
+    @property
+    def _is_divided(self) -> bool:
+        """Whether compilers divide products over several devices."""
+        return self.mesh is not None and self.mesh.size > 1 and self.parts is None
+
     def _kernel_gpu(self, matrix: Quantized) -> Callable[[jax.Array, Quantized], jax.Array] | None:
         """The kernel that multiplies by a narrow matrix on a GPU; None where the compiler does that."""
-        divided = self.mesh is not None and self.mesh.size > 1 and self.parts is None  # by the compiler
-        if divided or not _has_kernels(self.device_kind):
+        if self._is_divided or not _has_kernels(self.device_kind):
             return None
         from pallas_kernels.gpu import float8, int4
 
@@ -243,7 +251,12 @@ def _float8_gpu(x: jax.Array, matrix: Quantized, *, device_kind: str) -> jax.Arr
     return float8.multiply(x, matrix.values, device_kind=device_kind) * matrix.scales.astype(jnp.float32)
 
 
-def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+def _dot_groups(
+    x: jax.Array,
+    matrix: Quantized,
+    dtype: DTypeLike,
+    widened: Callable[[Quantized, DTypeLike], jax.Array] = widened,
+) -> jax.Array:
     """Multiplies by values and zero points apart.
 
     With both in one dot, TPUs would hold the wide matrix in memory.
@@ -254,6 +267,19 @@ def _dot_groups(x: jax.Array, matrix: Quantized, dtype: DTypeLike) -> jax.Array:
     sums = x.astype(jnp.float32).reshape(len(x), -1, matrix.group).sum(2)
     points = matrix.zeros.astype(jnp.float32) * matrix.scales.astype(jnp.float32)
     return y - _dot_wide(sums, points, dtype)
+
+
+def _widened_by_ones(matrix: Quantized, dtype: DTypeLike) -> jax.Array:
+    """The same as `widened` without zero points, by a product of the scales with ones.
+
+    It spreads them over their groups. TPUs fuse that into the product that reads the matrix, if its order is the one in
+    memory. What is broadcast along lanes they would write to memory, as wide as the matrix. Each sum has one term that
+    is not zero, so it is exact.
+    """
+    assert matrix.group is not None
+    ones = jnp.repeat(jnp.eye(matrix.scales.shape[-1], dtype=dtype), matrix.group, axis=1)
+    spread = jnp.dot(matrix.scales.astype(dtype), ones, precision=precision_for(dtype))
+    return with_layout_constraint(matrix.values.astype(dtype) * spread, Layout((0, 1)))
 
 
 def _shaped(

@@ -1,7 +1,7 @@
 """Products in which each device multiplies by its own part of a matrix.
 
 Compilers do not divide calls of our kernels. Without those of narrow weights, XLA's compiler for GPUs would write the
-widened part of a matrix to memory.
+widened part of a matrix to memory. On TPUs it would add up the scales that are spread over groups, were groups divided.
 """
 
 from __future__ import annotations
@@ -69,18 +69,34 @@ class WeightParts:
         return jax.shard_map(here, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)(x, matrix)
 
 
+def needed(held: Any, platform: str) -> bool:
+    """Whether compilers would divide products with some of these weights badly."""
+    return platform == "gpu" or (platform == "tpu" and any(map(_has_groups, jax.tree.leaves(held, is_leaf=_is_narrow))))
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized)
+
+
+def _has_groups(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized) and leaf.group is not None
+
+
 def divided(layers: Any, held: Any, mesh: Mesh, spec: ShardingSpec, platform: str) -> Any:
-    """The layers' bound weights, with `WeightParts` for narrow matrices on several GPUs.
+    """The layers' bound weights, with `WeightParts` for narrow matrices on several devices.
+
+    On TPUs those with groups get them, on GPUs all, on CPUs none.
 
     Args:
       held: the same tree, with the shapes and shardings of the weights.
     """
-    if platform != "gpu" or mesh.size == 1:
+    if platform == "cpu" or mesh.size == 1:
         return layers
     hidden = {axis: kv_cache.over(mesh, spec.activations.get(axis)) for axis in ("tokens", "embed")}
 
     def of(weight: Any, described: Any) -> Any:
-        if not isinstance(weight, BoundWeight) or not isinstance(described, Quantized) or len(weight.shape) != 2:
+        is_narrow = _is_narrow(described) if platform == "gpu" else _has_groups(described)
+        if not isinstance(weight, BoundWeight) or not is_narrow or len(weight.shape) != 2:
             return weight
         own = WeightParts(mesh, jax.tree.map(lambda leaf: spec.gathered(leaf.sharding.spec), described), **hidden)
         return BoundWeight(weight.matrix, replace(weight.matmul, parts=own))  # type: ignore[type-var]

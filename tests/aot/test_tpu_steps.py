@@ -170,6 +170,36 @@ def test_steps_of_published_models(tell, hold, name, topology, tokens, kept):
     hold(f"{topology}, {tokens} tokens of {name}{told}", figures)
 
 
+@pytest.mark.parametrize("tokens", [16, 256])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5e:2x4", "v6e:1x1", "v6e:2x4", "tpu7x:2x2x1"])
+def test_int4_weights_are_read_as_they_lie(tell, topology, tokens):
+    """No step copies them, or makes an array as large as one of their matrices, on the chip either."""
+    name, config = model_catalog.find("llama-3-8b")
+    parsed, sizes = devices.parse(topology), {"max_rows": 16, "max_context": 2048, "slots": 16 * 2048}
+    deployment = Deployment(
+        name=name,
+        config=dataclasses.replace(config, num_layers=2),
+        topology=parsed,
+        engine=EngineConfig(tensor=parsed.num_devices, dtype="bfloat16", quantize="int4", buckets=(tokens,), **sizes),
+        spec=specs.default(config.family),
+    )
+    (stage,) = programs(deployment, targets.devices_of(deployment.topology))
+    with targets.lowering(stage.mesh):
+        lowered = stage.lower_forward(tokens, 256)
+    program = lowered.compile(compiler_options.of("tpu", absent=True))
+    text, temporaries = program.as_text() or "", program.memory_analysis().temp_size_in_bytes
+    cycles = sum(map(int, re.findall(r'estimated_cycles":"(\d+)', text.split("ENTRY")[1])))
+    tell(
+        "2 layers of llama-3-8b in int4",
+        devices=topology,
+        tokens=tokens,
+        temporaries=f"{temporaries / 2**20:.1f} MiB",
+        estimated_cycles=f"{cycles:,}",
+    )
+    least = 4096 * 4096 // parsed.num_devices
+    assert not [each for each in tpus.large_arrays(text, least) if not each[1].startswith("bf16[512,2,128")]
+
+
 @pytest.mark.parametrize(("topology", "rows"), [("v5e:1x1", 8), ("v6e:1x1", 128)])
 def test_samplers_read_logits_as_they_lie(tell, topology, rows):
     """No program for whole rows of tiles copies them, or writes anything of their size."""

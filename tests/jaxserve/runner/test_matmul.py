@@ -53,6 +53,12 @@ def draw_int4(outputs, inputs, group, dtype, *, zeros):
     return jax.tree.map(jnp.asarray, made)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scales_spread_by_ones_are_exact(dtype) -> None:
+    matrix = draw_int4(24, 192, 32, dtype, zeros=False)
+    np.testing.assert_array_equal(matmul._widened_by_ones(matrix, dtype), widened(matrix, dtype))
+
+
 @pytest.mark.parametrize("rows", [1, 8, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zeros", [False, True])

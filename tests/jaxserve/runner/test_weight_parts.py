@@ -91,6 +91,16 @@ def test_outputs_that_do_not_divide_stay_whole():
 
 def test_other_products_are_left_to_the_compiler():
     on, matrix = meshes.make_mesh({"y": 2}), draw_int4(24, 192, 32, "float32", zeros=False)
-    bound = bind({"kernel": matrix}, matmul.DeviceProducts(native=None))
-    shapes = {"kernel": described(matrix, on, "y", None)}
-    assert weight_parts.divided(bound, shapes, on, BLOOM, "tpu")["kernel"].matmul.parts is None
+    by_row = Quantized(matrix.values.astype(jnp.int8), matrix.scales[:, 0])
+    bound = bind({"groups": matrix, "rows": by_row}, matmul.DeviceProducts(native=None))
+    shapes = {"groups": described(matrix, on, "y", None), "rows": described(by_row, on, "y")}
+
+    def divided(platform: str) -> set[str]:
+        found = weight_parts.divided(bound, shapes, on, BLOOM, platform)
+        assert weight_parts.needed(shapes, platform) == any(each.matmul.parts for each in found.values())
+        return {name for name, each in found.items() if each.matmul.parts is not None}
+
+    assert divided("cpu") == set()
+    assert divided("tpu") == {"groups"}
+    assert divided("gpu") == {"groups", "rows"}
+    assert not weight_parts.needed({"rows": by_row}, "tpu")
