@@ -140,6 +140,10 @@ def write(records: Sequence[Record], folder: Path | None) -> int:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "device.md").write_text(found)
-    plot(records, folder / "device.png")
-    print(f"written: {folder / 'device.md'} and device.png")
+    try:
+        plot(records, folder / "device.png")
+    except ModuleNotFoundError as missing:
+        print(f"written: {folder / 'device.md'}; no plot, because {missing.name} is not installed")
+    else:
+        print(f"written: {folder / 'device.md'} and device.png")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -75,6 +76,13 @@ def test_files_are_written_and_missing_ceilings_are_named(tmp_path, capsys):
     assert "NVIDIA H200" in (tmp_path / "device.md").read_text()
     assert command.main(["report", "--records", str(tmp_path / "none")]) == 2
     assert "no record of device, copy, matmul: run" in capsys.readouterr().out
+
+
+def test_tables_are_written_where_matplotlib_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert report.write([record | AT for record in RECORDS], tmp_path) == 0
+    assert "no plot, because matplotlib" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["device.md"]
 
 
 def test_without_an_output_folder_tables_are_printed(tmp_path, capsys):
