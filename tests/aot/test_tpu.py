@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.device.tpu_tune import shape_of
 from jaxserve.models.products import Quantized
 from jaxserve.planning import targets
 from jaxserve.runner import compiler_options, matmul
@@ -139,17 +140,9 @@ def test_the_kernels_compile(tell, hold, code, generation, heads, kv_heads, dim,
 @pytest.mark.parametrize("key", cuts.TABLE, ids=lambda key: "-".join(map(str, key)).replace(" ", "-"))
 def test_sizes_of_the_table_compile(key):
     device = targets.devices_of(devices.parse(tpus.GENERATIONS[key.chip]))[0]
-    heads, dtype = key.lanes // key.head_dim, jnp.dtype(key.pool_dtype)
-    shape = AttentionShape(
-        num_heads=heads * key.group,
-        num_kv_heads=heads,
-        head_dim=key.head_dim,
-        dtype=jnp.dtype("bfloat16"),
-        pool_dtype=dtype,
-        alibi=True,
-        max_rows=512,
-        device_kind=device.device_kind,
-    ).with_blocks(128, 32768)
+    heads = key.lanes // key.head_dim
+    shape = shape_of(heads * key.group, heads, key.head_dim, key.pool_dtype, device.device_kind)
+    shape = dataclasses.replace(shape, max_rows=512).with_blocks(shape.block_size, 32768)
     assert cuts.key(shape) == key
     compiled_attention(device, shape, 2048, 512, 64)
 

@@ -17,9 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from benchmarks.device.tpu_tune import DECODING, PROMPTING, TuningLoad
+from benchmarks.device.tpu_tune import DECODING, PROMPTING, TuningLoad, shape_of
 from jaxserve.planning import targets
 from pallas_kernels.api import AttentionShape
 from pallas_kernels.tpu import BACKEND, cuts
@@ -114,18 +112,9 @@ class TunedKernels:
 
     def __init__(self, name: str, heads: int, kv_heads: int, dim: int, folder: Path) -> None:
         self.device, self.folder = targets.devices_of(devices.parse(tpus.GENERATIONS[name]))[0], folder
-        dtype = jnp.dtype("bfloat16")
-        shape = AttentionShape(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            dtype=dtype,
-            pool_dtype=dtype,
-            alibi=heads == kv_heads,
-            max_rows=ROWS,
-            device_kind=self.device.device_kind,
-        )
-        self.shape = shape.with_blocks(BACKEND.default_block_size(shape), CONTEXT)
+        shape = shape_of(heads, kv_heads, dim, "bfloat16", self.device.device_kind)
+        shape = replace(shape, alibi=heads == kv_heads, max_rows=ROWS)
+        self.shape = shape.with_blocks(shape.block_size, CONTEXT)
         self.core, self.code = Core.of(name, self.shape), cache(self._code)
 
     def _code(self, cut: Cut) -> StepCode | None:
