@@ -159,7 +159,7 @@ class DeviceProducts:
         if matrix.group is not None:
             ways = {} if kernel is None else {"cuda": partial(self._by_parts, kernel, dtype=dtype)}
             if not self._is_divided:
-                by_ones = partial(_dot_groups, dtype=dtype, widened=_widened_by_ones)
+                by_ones = partial(_dot_groups, dtype=dtype, widen=_widened_by_ones)
                 ways["tpu"] = partial(self._by_parts, by_ones, dtype=dtype)
             return jax.lax.platform_dependent(
                 x, matrix, cpu=cpu_products.multiply_tiles, **ways, default=partial(_dot_groups, dtype=dtype)
@@ -255,13 +255,13 @@ def _dot_groups(
     x: jax.Array,
     matrix: Quantized,
     dtype: DTypeLike,
-    widened: Callable[[Quantized, DTypeLike], jax.Array] = widened,
+    widen: Callable[[Quantized, DTypeLike], jax.Array] = widened,
 ) -> jax.Array:
     """Multiplies by values and zero points apart.
 
     With both in one dot, TPUs would hold the wide matrix in memory.
     """
-    y = _dot_wide(x, widened(matrix._replace(zeros=None), x.dtype), dtype)
+    y = _dot_wide(x, widen(matrix._replace(zeros=None), x.dtype), dtype)
     if matrix.zeros is None:
         return y
     sums = x.astype(jnp.float32).reshape(len(x), -1, matrix.group).sum(2)

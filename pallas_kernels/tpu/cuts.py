@@ -1,8 +1,7 @@
 """Tile sizes of the TPU kernels, by device and shape.
 
-They are in a table; a rule covers shapes that are not in it.
-`python -m tests.aot.tune` estimates the table from the kernels' code. `python -m benchmarks.device.tpu_tune` measures
-it on a TPU.
+A table has them, and a rule covers shapes that are not in it. `python -m tests.aot.tune` estimates the table from the
+kernels' code. `python -m benchmarks.device.tpu_tune` measures it on a TPU.
 """
 
 from __future__ import annotations
