@@ -14,13 +14,17 @@
 namespace jaxserve {
 namespace int4 {
 
-constexpr int kAtOnce = 8;              // rows of x whose sums are in registers
-constexpr int kWidth = 4;               // outputs of a tile, and quarters of a vector
-constexpr int64_t kQuarter = 32;        // inputs that are scaled together; groups are a multiple
-constexpr int64_t kVector = kWidth * kQuarter;
-constexpr int64_t kBytes = 64;          // of a vector
-constexpr int64_t kAhead = 4096;        // least bytes of the kernel from what is read to what is prefetched
-constexpr int64_t kInBlock = 16;        // outputs whose scales are prepared together
+constexpr int kAtOnce = 8;        // rows of x whose sums are in registers
+constexpr int64_t kQuarter = 32;  // inputs that are scaled together; groups are a multiple
+constexpr int64_t kInVector = 4;  // quarters of a vector
+constexpr int64_t kVector = kInVector * kQuarter;
+constexpr int64_t kBytes = 64;    // of a vector
+constexpr int64_t kInChunk = 4;   // vectors of a chunk, whose quarters are as many as lanes
+constexpr int64_t kAhead = 4096;  // least bytes of the kernel from what is read to what is prefetched
+constexpr int64_t kInBlock = 16;  // outputs whose results are stored together
+
+// The lane of a quarter in the sums of its chunk.
+constexpr int64_t LaneOf(int64_t quarter) { return quarter % kInVector * kInChunk + quarter / kInVector % kInChunk; }
 
 // A kernel [out, in], and what is known of it.
 struct Kernel {
@@ -30,36 +34,39 @@ struct Kernel {
   const int8_t* zeros;    // [out, groups] or null
 
   int64_t Vectors() const { return (in + kVector - 1) / kVector; }
+  int64_t Quarters() const { return Vectors() * kInVector; }
+  int64_t Chunks() const { return (Vectors() + kInChunk - 1) / kInChunk; }
   // The bytes of vector v of an output.
-  __mmask64 Mask(int64_t v) const { return ~uint64_t{0} >> (kBytes - std::min(kBytes, in / 2 - v * kBytes)); }
+  __mmask64 Mask(int64_t v) const {
+    const int64_t count = std::clamp<int64_t>(in / 2 - v * kBytes, 0, kBytes);
+    return count > 0 ? ~uint64_t{0} >> (kBytes - count) : 0;
+  }
 };
 
-// The `count` numbers from x on, 16 at most, in lanes of 32 bits; the others are zeros.
-inline __m512i Lanes(const float* x, int64_t count) { return _mm512_maskz_loadu_epi32((1u << count) - 1, x); }
-inline __m512i Lanes(const BFloat16* x, int64_t count) {
-  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << count) - 1, x)), 16);
+// Numbers from x on, in lanes of 32 bits; where the mask has none, zeros.
+inline __m512i Lanes(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_epi32(mask, x); }
+inline __m512i Lanes(const BFloat16* x, __mmask16 mask) {
+  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16);
 }
-inline __m512i Lanes(const int8_t* x, int64_t count) {
-  return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((1u << count) - 1, x));
-}
+inline __m512i Lanes(const int8_t* x, __mmask16 mask) { return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, x)); }
 
-// Rows of x as bytes. Lanes of steps and sums are the outputs of quarters: they are equal for all outputs.
+// Rows of x as bytes.
 struct Bytes {
-  Buffer<int8_t> values;  // [rows, vectors, 2, 64]: of even inputs, then of odd ones
-  Buffer<float> steps;    // [rows, vectors, 16]: what a value of 1 stands for
-  Buffer<int32_t> sums;   // [rows, vectors, 16]: of the values of a quarter
+  Buffer<int8_t> values;       // [rows, chunks, kInChunk, 2, 64]: of even inputs, then of odd ones
+  Buffer<float> steps;         // [rows, chunks, 16]: what a value of 1 stands for
+  Buffer<int32_t> minus_sums;  // [rows, chunks, 16]: of the values of a quarter, negated
 };
 
 template <typename T>
 inline void RoundRow(const T* x, const Kernel& kernel, int64_t row, Bytes& bytes) {
   thread_local Buffer<float> wide;
   thread_local Buffer<int8_t> values;
-  const int64_t vectors = kernel.Vectors(), inputs = vectors * kVector;
+  const int64_t chunks = kernel.Chunks(), inputs = chunks * kInChunk * kVector;
   wide.assign(inputs, 0.0f), values.assign(inputs, 0);
   for (int64_t i = 0; i < kernel.in; i++) wide[i] = ToFloat(x[i]);
-  float* steps = bytes.steps.data() + row * vectors * kLanes;
-  int32_t* sums = bytes.sums.data() + row * vectors * kLanes;
-  std::fill_n(steps, vectors * kLanes, 0.0f), std::fill_n(sums, vectors * kLanes, 0);
+  float* steps = bytes.steps.data() + row * chunks * kLanes;
+  int32_t* minus_sums = bytes.minus_sums.data() + row * chunks * kLanes;
+  std::fill_n(steps, chunks * kLanes, 0.0f), std::fill_n(minus_sums, chunks * kLanes, 0);
   for (int64_t begin = 0; begin < kernel.in; begin += kernel.group) {
     const float most = Magnitude(wide.data() + begin, kernel.group);
     const float step = most / 127, inverse = std::isfinite(most) && most > 1e-30f ? 1 / step : 0;
@@ -70,8 +77,8 @@ inline void RoundRow(const T* x, const Kernel& kernel, int64_t row, Bytes& bytes
         _mm_store_si128(reinterpret_cast<__m128i*>(values.data() + j), _mm512_cvtepi32_epi8(nearest));
         sum = _mm512_add_epi32(sum, nearest);
       }
-      std::fill_n(steps + i / kQuarter * kWidth, kWidth, step);
-      std::fill_n(sums + i / kQuarter * kWidth, kWidth, _mm512_reduce_add_epi32(sum));
+      const int64_t place = RoundDown(i / kQuarter, kLanes) + LaneOf(i / kQuarter);
+      steps[place] = step, minus_sums[place] = -_mm512_reduce_add_epi32(sum);
     }
   }
   const __m512i low = _mm512_set1_epi16(255), order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);

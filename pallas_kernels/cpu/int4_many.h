@@ -21,22 +21,22 @@ constexpr int64_t kFours = kQuarter / 4;
 struct Groups {
   Buffer<int32_t> fours;  // [groups, quarters, kFours, kAtOnce]: of even inputs, then of odd ones
   Buffer<float> steps;    // [groups, quarters, kAtOnce], as in Bytes
-  Buffer<int32_t> sums;
+  Buffer<int32_t> minus_sums;
 
   void Reserve(const Kernel& kernel, int64_t rows) {
-    const int64_t lanes = RoundUp(rows, kAtOnce) * kernel.Vectors() * kWidth;
-    fours.resize(lanes * kFours), steps.resize(lanes), sums.resize(lanes);
+    const int64_t lanes = RoundUp(rows, kAtOnce) * kernel.Quarters();
+    fours.resize(lanes * kFours), steps.resize(lanes), minus_sums.resize(lanes);
   }
 
   void Take(const Kernel& kernel, const Bytes& bytes, int64_t row) {
-    const int64_t vectors = kernel.Vectors(), first = row / kAtOnce * vectors * kWidth, r = row % kAtOnce;
-    for (int64_t at = 0; at < vectors * kWidth; at++) {
-      const int64_t v = row * vectors + at / kWidth, quarter = at % kWidth, to = (first + at) * kAtOnce + r;
-      const int8_t* x = bytes.values.data() + v * kVector + quarter * kLanes;
+    const int64_t quarters = kernel.Quarters(), first = row / kAtOnce * quarters, r = row % kAtOnce;
+    for (int64_t at = 0; at < quarters; at++) {
+      const int64_t from = row * kernel.Chunks() * kLanes, to = (first + at) * kAtOnce + r;
+      const int8_t* x = bytes.values.data() + (from + at) / 4 * kVector + at % 4 * kLanes;
       for (int64_t i = 0; i < kFours; i++)
         std::memcpy(&fours[((first + at) * kFours + i) * kAtOnce + r], x + i / 4 * kBytes + i % 4 * 4, 4);
-      steps[to] = bytes.steps[v * kLanes + quarter * kWidth];
-      sums[to] = bytes.sums[v * kLanes + quarter * kWidth];
+      const int64_t place = from + RoundDown(at, kLanes) + LaneOf(at);
+      steps[to] = bytes.steps[place], minus_sums[to] = bytes.minus_sums[place];
     }
   }
 };
@@ -94,10 +94,11 @@ struct Block {
     std::fill(to.end() - kVector / kQuarter * kLanes, to.end(), To{});
     for (int64_t g = 0; g < kernel.groups; g += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, kernel.groups - g);
+      const __mmask16 mask = (1u << count) - 1;
       Vec of_groups[kLanes];
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; i++)
-        of_groups[i] = (Vec)Lanes(x + Output(i) * kernel.groups + g, count);
+        of_groups[i] = (Vec)Lanes(x + Output(i) * kernel.groups + g, mask);
       Turn(of_groups);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; i++)
@@ -107,38 +108,44 @@ struct Block {
   }
 };
 
-// A group of rows, from `row` on, times a block. A result is the sum of four, of the quarters of vectors, to the bit as
-// with few rows.
+// A group of rows, from `row` on, times a block. Sums are of every 16th quarter, which are added in the order of
+// `SumsOfLanes`: results are to the bit those of few rows.
 template <bool kZeros>
 void MultiplyGroup(int64_t rows, const Kernel& kernel, const Groups& groups, int64_t row, const Block& block,
                    float* y) {
-  const int64_t quarters = kernel.Vectors() * kWidth;
-  Vec sums[kWidth][kAtOnce];
-  for (int64_t quarter = 0; quarter < kWidth; quarter++) {
-    Vec of_quarter[kAtOnce] = {};
-    for (int64_t at = quarter; at < quarters; at += kWidth) {
-      const uint8_t* numbers = block.unpacked.data() + at * kFours * kBytes;
-      const int64_t place = row * quarters + at * kAtOnce;
-      const int32_t *x = groups.fours.data() + place * kFours, *sums_of_x = groups.sums.data() + place;
-      const float* steps = groups.steps.data() + place;
-      __m512i dots[kAtOnce] = {};
+  const int64_t quarters = kernel.Quarters();
+  Vec sums[kInChunk][kAtOnce];
+  for (int64_t v = 0; v < kInChunk; v++) {
+    Vec of_vector[kAtOnce] = {};
+    for (int64_t first = v * kInVector; first < (v + 1) * kInVector; first++) {
+      Vec of_quarter[kAtOnce] = {};
+      for (int64_t at = first; at < quarters; at += kLanes) {
+        const uint8_t* numbers = block.unpacked.data() + at * kFours * kBytes;
+        const int64_t place = row * quarters + at * kAtOnce;
+        const int32_t *x = groups.fours.data() + place * kFours, *minus_sums = groups.minus_sums.data() + place;
+        const float* steps = groups.steps.data() + place;
+        __m512i dots[kAtOnce] = {};
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < kFours; i++) {
-        const __m512i some = _mm512_load_si512(numbers + i * kBytes);
+        for (int64_t i = 0; i < kFours; i++) {
+          const __m512i some = _mm512_load_si512(numbers + i * kBytes);
 #pragma GCC unroll 8
-        for (int r = 0; r < kAtOnce; r++)
-          dots[r] = _mm512_dpbusd_epi32(dots[r], some, _mm512_set1_epi32(x[i * kAtOnce + r]));
+          for (int r = 0; r < kAtOnce; r++)
+            dots[r] = _mm512_dpbusd_epi32(dots[r], some, _mm512_set1_epi32(x[i * kAtOnce + r]));
+        }
+        const Vec scale = Load(block.scales.data() + at * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kAtOnce; r++) {
+          const __m512i minus = _mm512_set1_epi32(minus_sums[r]);
+          const __m512i back =
+              kZeros ? _mm512_mullo_epi32(minus, _mm512_load_si512(block.offsets.data() + at * kLanes))
+                     : _mm512_slli_epi32(minus, 3);
+          of_quarter[r] += (Vec)_mm512_cvtepi32_ps(_mm512_add_epi32(dots[r], back)) * (Splat(steps[r]) * scale);
+        }
       }
-      const Vec scale = Load(block.scales.data() + at * kLanes);
 #pragma GCC unroll 8
-      for (int r = 0; r < kAtOnce; r++) {
-        const __m512i sum = _mm512_set1_epi32(sums_of_x[r]);
-        const __m512i back = kZeros ? _mm512_mullo_epi32(sum, _mm512_load_si512(block.offsets.data() + at * kLanes))
-                                    : _mm512_slli_epi32(sum, 3);
-        of_quarter[r] += (Vec)_mm512_cvtepi32_ps(_mm512_sub_epi32(dots[r], back)) * (Splat(steps[r]) * scale);
-      }
+      for (int r = 0; r < kAtOnce; r++) of_vector[r] += of_quarter[r];
     }
-    std::copy_n(of_quarter, kAtOnce, sums[quarter]);
+    std::copy_n(of_vector, kAtOnce, sums[v]);
   }
   const __mmask16 mask = (1u << (block.end - block.begin)) - 1;
   for (int64_t r = 0; r < std::min<int64_t>(kAtOnce, rows - row); r++)

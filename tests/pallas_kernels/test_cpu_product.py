@@ -151,7 +151,7 @@ def draw_int4(inner, out, group, dtype, zeros):
     [
         (4096, 100, 32, False),
         (4224, 33, 128, True),
-        (2400, 15, 96, False),
+        (2496, 15, 96, False),
         (8992, 17, 8992, True),
         (64, 1, 64, False),
         (96, 2101, 32, True),  # several blocks of outputs for a thread
