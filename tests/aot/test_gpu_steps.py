@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import SamplerVariant
+from jaxserve.models.schema import NarrowFormat
 from jaxserve.planning import compiled, hlo, model_catalog, overlap, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.runner import compiler_options
@@ -99,13 +100,23 @@ BY_EMBED = {"all-gather": 2 * 2 + 1, "reduce-scatter": 2 * 2 + 1, "all-reduce": 
 
 
 def compiled_over_four(
-    device: str, quantize: str, bucket: int, mesh: str = "tensor=4", **changes: Any
+    device: str,
+    quantize: str,
+    bucket: int,
+    mesh: str = "tensor=4",
+    stored: NarrowFormat | None = None,
+    **changes: Any,
 ) -> jax.stages.Compiled:
-    """Two layers of Llama-3-8B; `changes` are those of its spec."""
+    """Two layers of Llama-3-8B.
+
+    Args:
+      stored: the format of its checkpoint.
+      changes: those of its spec.
+    """
     name, config = model_catalog.find("llama-3-8b")
     deployment = Deployment(
         name=name,
-        config=replace(config, num_layers=2),
+        config=replace(config, num_layers=2, stored=stored),
         topology=devices.parse(f"{device}:4"),
         engine=EngineConfig(
             mesh=mesh, quantize=quantize, max_rows=16, buckets=(bucket,), max_context=2048, slots=16 * 2048
@@ -123,6 +134,8 @@ def compiled_over_four(
     [
         ("a100-80g", "int4", "int4", {}, SUMS),
         ("h200", "int4", "int4", {}, SUMS),
+        ("h200", "int4 with zero points", "int4", {}, SUMS),
+        ("h200", "int4 with zero points", "int4", {"embed": "tensor"}, BY_EMBED),
         ("a100-80g", "float8", "runs", {}, SUMS),
         ("h200", "int4", "int4", {"tokens": "tensor"}, BY_TOKENS),
         ("h200", "int4", "int4", {"embed": "tensor"}, BY_EMBED),
@@ -134,8 +147,9 @@ def test_weights_over_several_gpus_stay_narrow(
     device, quantize, kernel, activations, collectives, tmp_path, tell
 ) -> None:
     """Each device's kernels read its parts. Nothing beside arguments and results has space for a widened one."""
+    stored = NarrowFormat(dtype="int4", group=128, zeros=True) if "zero points" in quantize else None
     with triton_kernels.compiled() as made:
-        program = compiled_over_four(device, quantize, 16, activations=activations)
+        program = compiled_over_four(device, quantize.split()[0], 16, stored=stored, activations=activations)
     text, temporaries = program.as_text() or "", program.memory_analysis().temp_size_in_bytes
     tell(
         "2 layers of llama-3-8b over 4 GPUs",

@@ -11,6 +11,7 @@ import pytest
 from jaxserve import models
 from jaxserve.config import EngineConfig
 from jaxserve.iteration import SamplerVariant
+from jaxserve.models import schema
 from jaxserve.planning import compiled, hlo, model_catalog, targets
 from jaxserve.planning.deployment import Deployment, programs
 from jaxserve.planning.predict import predict
@@ -170,15 +171,17 @@ def test_steps_of_published_models(tell, hold, name, topology, tokens, kept):
     hold(f"{topology}, {tokens} tokens of {name}{told}", figures)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("tokens", [16, 256])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v5e:2x4", "v6e:1x1", "v6e:2x4", "tpu7x:2x2x1"])
-def test_int4_weights_are_read_as_they_lie(tell, topology, tokens):
+def test_int4_weights_are_read_as_they_lie(tell, topology, tokens, zeros):
     """No step copies them, or makes an array as large as one of their matrices, on the chip either."""
     name, config = model_catalog.find("llama-3-8b")
     parsed, sizes = devices.parse(topology), {"max_rows": 16, "max_context": 2048, "slots": 16 * 2048}
+    stored = schema.NarrowFormat(dtype="int4", group=128, zeros=True) if zeros else None
     deployment = Deployment(
         name=name,
-        config=dataclasses.replace(config, num_layers=2),
+        config=dataclasses.replace(config, num_layers=2, stored=stored),
         topology=parsed,
         engine=EngineConfig(tensor=parsed.num_devices, dtype="bfloat16", quantize="int4", buckets=(tokens,), **sizes),
         spec=specs.default(config.family),
@@ -192,6 +195,7 @@ def test_int4_weights_are_read_as_they_lie(tell, topology, tokens):
     tell(
         "2 layers of llama-3-8b in int4",
         devices=topology,
+        zero_points=zeros,
         tokens=tokens,
         temporaries=f"{temporaries / 2**20:.1f} MiB",
         estimated_cycles=f"{cycles:,}",
