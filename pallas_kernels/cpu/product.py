@@ -17,7 +17,7 @@ from pallas_kernels.cpu import build
 
 _LANES = 16  # most rows that are packed together for the product of many rows
 _FEW_OF_RUN = 4  # most rows of a run, on average, for which `product.cc` is faster
-_INT8_ROWS = 24  # most rows for which the product by int8 is faster than XLA's
+_INT8_ROWS = {"bfloat16": 64, "float32": 128}  # most rows for which the product by int8 is faster than XLA's
 
 # (x [T, in], kernel [out, in]) -> float32[T, out], in place of XLA's product; None if XLA's is faster for that many
 # rows.
@@ -39,14 +39,14 @@ def multiply_quantized(
 ) -> Float32[jax.Array, "T out"] | None:
     """x times the transpose of (values - zeros) * scales; None if there is no such product.
 
-    It is there on CPUs with AVX512-VNNI, for int4 with groups of a multiple of 32 inputs, and for up to 24 rows by
-    int8 with a scale per row. x is rounded: for int4 to 8 bits of the largest entry in a group, for int8 to 15 of a
-    row's.
+    It is there on CPUs with AVX512-VNNI, for int4 with groups of a multiple of 32 inputs, and for up to 64 rows of
+    bfloat16 or 128 of float32 by int8 with a scale per row. x is rounded: for int4 to 8 bits of the largest entry in
+    a group, for int8 to 15 of a row's.
     """
     if not build.level().endswith("bf16") or build.refusal() is not None:
         return None
     y = jax.ShapeDtypeStruct((x.shape[0], values.shape[0]), jnp.float32)
-    if values.dtype == jnp.int8 and scales.ndim == 1 and len(x) <= _INT8_ROWS:
+    if values.dtype == jnp.int8 and scales.ndim == 1 and len(x) <= _INT8_ROWS[x.dtype.name]:
         return jax.ffi.ffi_call(build.PRODUCT_INT8, y)(x, values) * scales.astype(jnp.float32)
     if values.dtype == jnp.int4 and scales.ndim == 2 and values.shape[1] // scales.shape[1] % 32 == 0:
         zeros = jnp.zeros(0, jnp.int8) if zeros is None else zeros

@@ -113,7 +113,7 @@ def test_layers_use_it(dtype, rows, call, looped):
         ({"stages": 2}, 9),
         ({"tensor": 2}, 0),
         ({"quantize": "int8"}, 9 if VNNI else 0),
-        ({"quantize": "int8", "buckets": (25,)}, 1 if VNNI else 0),
+        ({"quantize": "int8", "buckets": (65,)}, 1 if VNNI else 0),
         ({"quantize": "int4"}, 9 if VNNI else 0),
         ({"buckets": (17,)}, 9),
         ({"dtype": "float32"}, 9),
@@ -188,11 +188,11 @@ def test_int4_kernels(inner, out, group, zeros, dtype):
 def test_int8_kernels(inner, out, dtype):
     """x loses what 15 bits of its largest number cannot hold; other rows change nothing."""
     values = np.random.default_rng(inner).integers(-127, 128, (out, inner), np.int8)
-    scales, x = draw(2, out, dtype=dtype), draw(1, 9, inner, dtype=dtype)
+    scales, x = draw(2, out, dtype=dtype), draw(1, 19, inner, dtype=dtype)
     x[3], x[4, :8] = 0, 60
     wide = values.astype(np.float64) * scales.astype(np.float64)[:, None]
     exact = x.astype(np.float64) @ wide.T
-    multiply = by_rows(product.multiply_quantized, range(1, 10))
+    multiply = by_rows(product.multiply_quantized, (*range(1, 10), 19))
     *fewer, whole = multiply(x, values, scales)
     step = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / 127 / 254
     assert (np.abs(whole - exact) <= 4 * step * np.sqrt((wide**2).sum(-1)) + 1e-6 * np.abs(exact)).all()
@@ -208,13 +208,15 @@ def test_int8_kernels(inner, out, dtype):
 
 @pytest.mark.skipif(not VNNI, reason="no AVX512-VNNI here")
 def test_what_the_quantized_products_do_not_multiply():
-    def multiplies(rows, values, scales):
-        return product.multiply_quantized(jnp.zeros((rows, values.shape[1])), values, scales) is not None
+    def multiplies(rows, values, scales, dtype=np.float32):
+        return product.multiply_quantized(jnp.zeros((rows, values.shape[1]), dtype), values, scales) is not None
 
     values = jnp.zeros((4, 96), jnp.int4)
     assert multiplies(2, values, jnp.zeros((4, 3)))
     assert not multiplies(2, values, jnp.zeros((4, 6)))
     values, scales = values.astype(jnp.int8), jnp.zeros(4)
-    assert multiplies(24, values, scales)
-    assert not multiplies(25, values, scales)
+    assert multiplies(128, values, scales)
+    assert not multiplies(129, values, scales)
+    assert multiplies(64, values, scales, jnp.bfloat16)
+    assert not multiplies(65, values, scales, jnp.bfloat16)
     assert not multiplies(2, values.astype(jnp.float8_e4m3fn), scales)
