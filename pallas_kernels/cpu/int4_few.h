@@ -87,6 +87,7 @@ void AddChunks(const Kernel& kernel, const S* scales, const Buffer<Place>& place
                int64_t end, int64_t first, int64_t last, Vec (*sums)[kInBlock]) {
   constexpr int64_t kOfChunk = kInChunk * kBytes;
   const int64_t length = kernel.in / 2, whole = length / kOfChunk;
+  // What is read next: a piece is followed by the same piece of later outputs.
   const int64_t ahead = last - first < kernel.Chunks() ? RoundUp(kAhead, length) : kAhead;
   const int64_t rest = last > whole ? kernel.Vectors() - whole * kInChunk : 0;
   __mmask64 masks[kInChunk];
