@@ -1,5 +1,5 @@
-// Products of few rows by a kernel in int4. It is read as it lies, which the hardware's prefetchers follow. Of outputs
-// side by side they did not follow any: such a product reached three quarters of the speed.
+// Products of few rows by a kernel in int4. The kernel is read in the order of memory, so the hardware prefetches it.
+// It did not prefetch four outputs that were read side by side, which took 1.3 times as long.
 //
 // Four vectors of an output are a chunk. What they give for a row is added up to one vector, whose lanes are the 16
 // quarters of the chunk, before it is scaled.

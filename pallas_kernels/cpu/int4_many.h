@@ -32,7 +32,7 @@ struct Groups {
     const int64_t quarters = kernel.Quarters(), first = row / kAtOnce * quarters, r = row % kAtOnce;
     for (int64_t at = 0; at < quarters; at++) {
       const int64_t from = row * kernel.Chunks() * kLanes, to = (first + at) * kAtOnce + r;
-      const int8_t* x = bytes.values.data() + (from + at) / 4 * kVector + at % 4 * kLanes;
+      const int8_t* x = bytes.values.data() + (from + at) / kInVector * kVector + at % kInVector * kLanes;
       for (int64_t i = 0; i < kFours; i++)
         std::memcpy(&fours[((first + at) * kFours + i) * kAtOnce + r], x + i / 4 * kBytes + i % 4 * 4, 4);
       const int64_t place = from + RoundDown(at, kLanes) + LaneOf(at);
@@ -90,8 +90,8 @@ struct Block {
   template <typename T, typename To>
   void ByQuarter(const Kernel& kernel, const T* x, Buffer<To>& to) {
     const int64_t times = kernel.group / kQuarter;
-    to.resize(RoundUp(kernel.groups * times, kVector / kQuarter) * kLanes);
-    std::fill(to.end() - kVector / kQuarter * kLanes, to.end(), To{});
+    to.resize(RoundUp(kernel.groups * times, kInVector) * kLanes);
+    std::fill(to.end() - kInVector * kLanes, to.end(), To{});
     for (int64_t g = 0; g < kernel.groups; g += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, kernel.groups - g);
       const __mmask16 mask = (1u << count) - 1;

@@ -51,7 +51,7 @@ void Multiply(ffi::ThreadPool& pool, const Kernel& kernel, const T* scales, cons
     RoundRow(x + row * kernel.in, kernel, row, bytes);
     if (!few) groups.Take(kernel, bytes, row);
   });
-  const Buffer<Place> places = Places(kernel);
+  const Buffer<Place> places = few ? Places(kernel) : Buffer<Place>();
   const int64_t outputs = OutputsOfItem(kernel.out, kernel.in / 2, kInBlock, pool);
   ForEach(pool, (kernel.out + outputs - 1) / outputs, kernel.out * kernel.in / 2 / kAlone, [&](int64_t item) {
     const NoSubnormals guard;
